@@ -1,0 +1,180 @@
+"""The nouns: every arrow of the data flow carries one of these.
+
+**The alignment rule.** Every per-token array of a `Sample` has the length of `token_ids`, and entry
+*t* describes token *t*. There is no T-1 axis anywhere; the shift between logits and tokens lives in
+`molt.models.heads` alone. `versions >= 0` is the loss mask at birth; it can be switched off later,
+never on.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+NOT_GENERATED = -1
+"""The version of a token that the policy did not sample (prompt, observation, template)."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A `(sum, count)` pair from where it arises; its value is `total / count`.
+
+    A metric whose name ends in `max` is a maximum: it merges by the larger `total`.
+    """
+
+    total: float
+    count: float = 1.0
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One dataset row. `(epoch, position)` is its identity in the run's prompt stream."""
+
+    epoch: int
+    position: int
+    row: int
+    """Index in the dataset."""
+    messages: list[dict[str, Any]] | None
+    """Chat messages, or None for a plain-text prompt."""
+    text: str | None
+    """Plain text, or None for chat messages. Exactly one of the two is set."""
+    label: Any = None
+    data_source: str = ""
+
+    @property
+    def group_id(self) -> str:
+        """Unique in the run: `epoch:position`."""
+        return f"{self.epoch}:{self.position}"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One model call: exactly what the engine returned."""
+
+    prompt_ids: np.ndarray
+    """int32 `[P]`, the ids the engine was given."""
+    token_ids: np.ndarray
+    """int32 `[T]`, the ids it sampled."""
+    logprobs: np.ndarray
+    """float32 `[T]`, log-prob of each sampled token under the distribution it was sampled from."""
+    versions: np.ndarray
+    """int32 `[T]`, weights that sampled each token."""
+    finish_reason: str
+    """`stop` or `length`."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One segment of a rollout as aligned arrays, ready to train on."""
+
+    token_ids: np.ndarray
+    """int32 `[T]`."""
+    versions: np.ndarray
+    """int32 `[T]`, weights that sampled token t, or `NOT_GENERATED`."""
+    logprobs: np.ndarray
+    """float32 `[T]`, behaviour log-prob of token t, 0 where it was not generated."""
+
+    def __post_init__(self):
+        n = len(self.token_ids)
+        if len(self.versions) != n or len(self.logprobs) != n:
+            raise ValueError(
+                f"sample arrays are not aligned: {n} token_ids, {len(self.versions)} versions, "
+                f"{len(self.logprobs)} logprobs; entry t of each must describe token t"
+            )
+
+    @property
+    def mask(self) -> np.ndarray:
+        """bool `[T]`, True where the policy generated the token."""
+        return self.versions >= 0
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The agent returned a finite scalar. Enters loss and baseline."""
+
+    reward: float
+    score: float
+
+
+class PolicyFailure(Exception):
+    """Raised by an agent for the *model's* own doing (an unusable answer, a rejected call).
+
+    Trained like a scored rollout, with `reward`, and counted under `reason`.
+    """
+
+    def __init__(self, reward: float = 0.0, reason: str = "rejected"):
+        super().__init__(reward, reason)
+        self.reward, self.reason = float(reward), reason
+
+    @property
+    def score(self) -> float:
+        return self.reward
+
+
+class InfraFailure(Exception):
+    """The infrastructure failed (exception, timeout, dead engine, non-finite reward).
+
+    Leaves loss *and* baseline, is retried within `rollout.max_retries`, and is counted by `reason`.
+    """
+
+    def __init__(self, reason: str, detail: str = ""):
+        super().__init__(reason, detail)
+        self.reason, self.detail = reason, detail
+
+
+Outcome = Scored | PolicyFailure | InfraFailure
+
+
+@dataclass(frozen=True)
+class SampleInfo:
+    """What the driver knows of a sample without fetching its arrays."""
+
+    tokens: int
+    trained_tokens: int
+    oldest_version: int
+
+
+@dataclass(frozen=True)
+class RolloutInfo:
+    """The light record of one finished rollout; its heavy arrays are `Sample`s elsewhere."""
+
+    group_id: str
+    index: int
+    """0 .. n_samples_per_prompt - 1."""
+    outcome: Outcome
+    truncated: bool
+    turns: int
+    samples: tuple[SampleInfo, ...]
+    retries: int = 0
+    duration_s: float = 0.0
+    failures: tuple[InfraFailure, ...] = ()
+    """Infrastructure failures of the attempts before this one."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What the agent put into `Result.info` under `metrics`."""
+
+    @property
+    def reward(self) -> float:
+        return self.outcome.reward
+
+    @property
+    def generated_tokens(self) -> int:
+        return sum(s.trained_tokens for s in self.samples)
+
+
+@dataclass
+class Group:
+    """The rollouts of one prompt, from its start until it is trained and published, or discarded."""
+
+    prompt: Prompt
+    order: int
+    """Start order in the run; batches take finished groups oldest first."""
+    start_version: int
+    """Version that was published when the group started: no token of it is older."""
+    rollouts: list[RolloutInfo] | None = None
+    """None while running."""
+    samples: Any = None
+    """Reference to the heavy part, `list[list[Sample]]` by rollout and segment."""
+
+    @property
+    def finished(self) -> bool:
+        return self.rollouts is not None
