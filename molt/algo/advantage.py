@@ -1,0 +1,114 @@
+"""Rewards to advantages. One estimator is one function and one row of `ADVANTAGES`.
+
+A *group* estimator sees one reward per rollout of the training batch and gives one number per
+rollout, which its caller spreads over the rollout's generated tokens. A *token* estimator sees one
+segment: each segment is a time line of its own, and tokens that were not generated are transparent.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """What the rest of molt may ask about an estimator; nothing tests its name."""
+
+    level: Literal["group", "token"]
+    """group: `fn(rewards [R], groups [R]) -> [R]`; token: `fn(reward, mask [T], *, gamma) -> [T]`."""
+    whiten: bool
+    """Whitened over the generated tokens of the training batch, unless the user says no."""
+    fn: Callable[..., Tensor]
+    formula: str
+    """For the header of a run."""
+
+
+def _sum_in_group(values: Tensor, index: Tensor) -> Tensor:
+    """Each entry becomes the sum over its group. `index` holds 0 .. G-1, so G <= R."""
+    return torch.zeros_like(values).index_add_(0, index, values)[index]
+
+
+def _centre(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`(R_i - mean over G(i), n of G(i), group index)`; exactly 0 in a group of equal rewards."""
+    index = groups.unique(return_inverse=True)[1]
+    n = _sum_in_group(torch.ones_like(rewards), index)
+    # 0.1 + 0.1 + 0.1 is not 3 * 0.1: measured from its smallest reward, an all-equal group has no residue.
+    lowest = torch.zeros_like(rewards).scatter_reduce_(0, index, rewards, "amin", include_self=False)[index]
+    above = rewards - lowest
+    return above - _sum_in_group(above, index) / n, n, index
+
+
+def group_mean(rewards: Tensor, groups: Tensor) -> Tensor:
+    """`A_i = R_i - mean(R over G(i))`, the estimators reinforce_baseline (whitened) and dr_grpo (not).
+
+    rewards: float64 [R], one per rollout. groups: int64 [R], any labels. Returns float64 [R]; 0 when n = 1.
+    Source: Dr. GRPO, arXiv 2503.20783; REINFORCE++-baseline, arXiv 2501.03262.
+    """
+    return _centre(rewards, groups)[0]
+
+
+def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
+    """`A_i = R_i - (sum - R_i) / (n - 1)`: the baseline is the mean of the other rollouts.
+
+    rewards: float64 [R], one per rollout. groups: int64 [R], any labels. Returns float64 [R]; 0 when n = 1.
+    Source: arXiv 2402.14740.
+    """
+    centred, n, _ = _centre(rewards, groups)
+    return centred * n / (n - 1).clamp(min=1)  # the same number: (n R_i - sum) / (n - 1)
+
+
+def grpo(rewards: Tensor, groups: Tensor) -> Tensor:
+    """`A_i = (R_i - mean) / (std + 1e-6)` over G(i), with the unbiased standard deviation.
+
+    rewards: float64 [R], one per rollout. groups: int64 [R], any labels. Returns float64 [R]; 0 when n = 1
+    or all rewards of the group are equal.
+    Source: arXiv 2402.03300.
+    """
+    centred, n, index = _centre(rewards, groups)
+    variance = _sum_in_group(centred.square(), index) / (n - 1).clamp(min=1)
+    return centred / (variance.sqrt() + 1e-6)
+
+
+def reinforce(reward: float, mask: Tensor, *, gamma: float) -> Tensor:
+    """`A_t = gamma^(generated tokens after t) * R`: the reward arrives at the last trained token.
+
+    reward: the rollout's shaped reward. mask: bool [T], generated tokens of one segment. gamma: discount
+    per generated token. Returns float32 [T], 0 outside the mask.
+    Source: REINFORCE++, arXiv 2501.03262.
+    """
+    after = mask.flip(0).cumsum(0).flip(0) - 1
+    discounted = reward * torch.tensor(gamma, dtype=torch.float64) ** after
+    return torch.where(mask, discounted, 0.0).float()
+
+
+ADVANTAGES: dict[str, Estimator] = {
+    "reinforce": Estimator("token", True, reinforce, "gamma^(T-t) R"),
+    "reinforce_baseline": Estimator("group", True, group_mean, "R - mean(group)"),
+    "rloo": Estimator("group", False, rloo, "R - mean(others in group)"),
+    "grpo": Estimator("group", False, grpo, "(R - mean(group)) / (std(group) + 1e-6)"),
+    "dr_grpo": Estimator("group", False, group_mean, "R - mean(group)"),
+}
+
+
+def whitening_sums(advantages: Tensor, mask: Tensor) -> Tensor:
+    """`(count, sum, sum of squares)` of the advantages inside the mask: what ranks add up before `whiten`.
+
+    advantages: float [T]. mask: bool [T]. Returns float64 [3].
+    """
+    inside = advantages.double() * mask
+    return torch.stack([mask.sum().double(), inside.sum(), inside.square().sum()])
+
+
+def whiten(advantages: Tensor, mask: Tensor, sums: Tensor) -> Tensor:
+    """`(A - mean) * rsqrt(var + 1e-8)` with the biased variance, and 0 outside the mask.
+
+    advantages: float [T]. mask: bool [T]. sums: float64 [3], `whitening_sums` added over the whole training
+    batch. Returns [T] in the dtype of `advantages`.
+    """
+    _, mean, mean_square = sums / sums[0].clamp(min=1)
+    variance = (mean_square - mean.square()).clamp(min=0)
+    white = (advantages.double() - mean) * torch.rsqrt(variance + 1e-8)
+    return torch.where(mask, white, 0.0).to(advantages.dtype)

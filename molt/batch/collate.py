@@ -1,0 +1,79 @@
+"""How the sequences of a micro-batch become one rectangle, and back.
+
+Packed: one row, sequences end to end, positions restart at 0. Unpacked: one row each, padded on the
+right. `real` marks the cells that hold a token; in row-major order they are the sequences in order,
+so one boolean index serves both layouts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch of S sequences, laid out as [B, T]."""
+
+    token_ids: Tensor
+    """int64 `[B, T]`, `pad_id` in padding."""
+    position_ids: Tensor
+    """int64 `[B, T]`, from 0 in every sequence."""
+    cu_seqlens: Tensor | None
+    """int32 `[S + 1]`, where sequences start and end in the row; None when not packed."""
+    max_seqlen: int
+    """Tokens of the longest sequence."""
+    real: Tensor
+    """bool `[B, T]`, False in padding."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sequence, `[S]`."""
+        counts = self.real.sum(1) if self.cu_seqlens is None else self.cu_seqlens.diff()
+        return counts.tolist()
+
+
+def _tensor(array: np.ndarray | Tensor) -> Tensor:
+    # A copy: arrays from Ray's object store are read-only, which torch.as_tensor warns about.
+    return array if isinstance(array, Tensor) else torch.tensor(array)
+
+
+def collate(sequences: Sequence[np.ndarray | Tensor], *, packed: bool, pad_id: int = 0) -> Batch:
+    """Lay out token ids for one forward.
+
+    sequences: S >= 1 integer arrays [T_i], T_i >= 1. Returns a `Batch` of [1, sum T_i] when packed, else of
+    [S, max T_i]. Raises `ValueError` when there is no sequence, or an empty one.
+    """
+    lengths = [len(sequence) for sequence in sequences]
+    if not lengths or min(lengths) == 0:
+        raise ValueError(f"sequences of {lengths} tokens: a forward needs at least one, and none may be empty")
+    longest = max(lengths)
+    positions = torch.arange(longest)
+    filled = positions < torch.tensor(lengths)[:, None]
+    tokens = torch.cat([_tensor(sequence) for sequence in sequences]).long()
+    if packed:
+        cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+        positions = positions.expand_as(filled)[filled][None]
+        return Batch(tokens[None], positions, cu_seqlens, longest, torch.ones_like(positions, dtype=torch.bool))
+    token_ids = torch.full(filled.shape, pad_id).masked_scatter(filled, tokens)
+    return Batch(token_ids, positions.repeat(len(lengths), 1), None, longest, filled)
+
+
+def scatter(batch: Batch, arrays: Sequence[np.ndarray | Tensor]) -> Tensor:
+    """Lay per-token arrays (advantages, log-probs, masks, weights) out like `batch.token_ids`.
+
+    arrays: one [T_i] per sequence, all of one dtype. Returns [B, T] of that dtype, zero or False in padding.
+    Raises `ValueError` when an array has not the length of its sequence.
+    """
+    lengths = [len(array) for array in arrays]
+    if lengths != batch.lengths:
+        raise ValueError(f"arrays of {lengths} entries for sequences of {batch.lengths} tokens: not aligned")
+    values = torch.cat([_tensor(array) for array in arrays])
+    return values.new_zeros(batch.real.shape).masked_scatter(batch.real, values)
+
+
+def gather(batch: Batch, values: Tensor) -> list[Tensor]:
+    """Inverse of `scatter`: [B, T] to one [T_i] per sequence, padding removed; gradients flow."""
+    return list(values[batch.real].split(batch.lengths))

@@ -1,0 +1,224 @@
+"""Dataset files as one sequence of plain dicts, and the account of the rows that cannot be used.
+
+json and jsonl rows come back exactly as written. Parquet unifies the fields of nested structs and fills
+the missing ones with null; those fields are removed again, so a chat message or a tool schema is what it
+was. Rows stay raw (lines, Arrow) and are decoded when they are asked for.
+"""
+
+import json
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from itertools import accumulate, islice
+from pathlib import Path
+from typing import Any
+
+from molt.errors import DataError, did_you_mean
+
+Row = dict[str, Any]
+
+
+class UnusableRow(DataError):
+    """One row cannot be used. The argument is the reason, the same text for every row it applies to."""
+
+    @property
+    def reason(self) -> str:
+        return self.args[0]
+
+
+class DropReport:
+    """Which rows of a dataset were dropped, by reason. A row that comes back every epoch counts once."""
+
+    def __init__(self, total: int):
+        self.total = total
+        self._rows: dict[str, dict[int, None]] = {}
+
+    def add(self, row: int, error: UnusableRow) -> None:
+        self._rows.setdefault(error.reason, {})[row] = None
+
+    @property
+    def dropped(self) -> int:
+        return sum(len(rows) for rows in self._rows.values())
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Rows dropped by reason."""
+        return {reason: len(rows) for reason, rows in self._rows.items()}
+
+    def message(self) -> str:
+        """`dropped 3 of 1,000 rows: 2 longer than ... (rows 5, 17), 1 ... (row 8). <fix>`, or ''."""
+        if not self._rows:
+            return ""
+        reasons = sorted(self._rows.items(), key=lambda item: -len(item[1]))
+        parts = ", ".join(f"{len(rows):,} {reason} ({_numbers(rows)})" for reason, rows in reasons)
+        return f"dropped {self.dropped:,} of {self.total:,} rows: {parts}. Correct these rows or remove them."
+
+
+def _numbers(rows: dict[int, None]) -> str:
+    shown = ", ".join(str(row) for row in islice(rows, 5))
+    return f"row{'s' if len(rows) > 1 else ''} {shown}{', ...' if len(rows) > 5 else ''}"
+
+
+class _Part:
+    """The rows of one file: `raw[i]` decoded by `decode`."""
+
+    def __init__(self, path: Path, raw: Any, columns: list[str], decode: Callable[[Any, int], Row]):
+        self.path, self.raw, self.columns, self.decode = path, raw, columns, decode
+
+    def __len__(self) -> int:
+        return len(self.raw)
+
+
+class Rows:
+    """A sequence of rows: `len(rows)`, `rows[i] -> dict`, `.columns`, `.source(i)`. Row numbers start at 0."""
+
+    def __init__(self, parts: list[_Part]):
+        self._parts = parts
+        self._ends = list(accumulate(len(part) for part in parts))
+        self.columns = list(dict.fromkeys(column for part in parts for column in part.columns))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, i: int) -> Row:
+        part, offset = self._find(i)
+        return part.decode(part.raw, offset)
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self[i] for i in range(len(self)))
+
+    def source(self, i: int) -> str:
+        """The stem of the file that row `i` comes from."""
+        return self._find(i)[0].path.stem
+
+    def _find(self, i: int) -> tuple[_Part, int]:
+        if not 0 <= i < len(self):
+            raise IndexError(i)
+        k = bisect_right(self._ends, i)
+        return self._parts[k], i - (self._ends[k - 1] if k else 0)
+
+
+def load_rows(paths: str, *, flag: str, max_samples: int | None = None) -> Rows:
+    """Concatenate a comma list of .json, .jsonl and .parquet files; at most the first `max_samples` rows.
+
+    `flag` is the setting that holds `paths`, for messages. Raises DataError: a file is missing, has another
+    suffix, is malformed (file and line are named) or there are no rows at all.
+    """
+    parts, wanted = [], max_samples
+    for path in [Path(name.strip()).expanduser() for name in paths.split(",") if name.strip()]:
+        _check_path(path, flag)
+        parts.append(READERS[path.suffix](path, wanted))
+        wanted = None if wanted is None else wanted - len(parts[-1])
+    rows = Rows(parts)
+    if not len(rows):
+        limit = "" if max_samples is None else f" and `max_samples` (={max_samples})"
+        raise DataError(f"`{flag}` (={paths}){limit}: there are no rows. Name files that hold at least one row.")
+    return rows
+
+
+def require_column(rows: Rows, name: str, flag: str) -> None:
+    """Raise DataError, naming the nearest column, if no row has the column `name` that `flag` asks for."""
+    if name not in rows.columns:
+        raise DataError(
+            f"`{flag}` (={name}): the dataset has no such column, so no row could be used."
+            f"{did_you_mean(name, rows.columns)} Use one of: {', '.join(rows.columns)}."
+        )
+
+
+def _check_path(path: Path, flag: str) -> None:
+    if not path.exists():
+        near = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise DataError(
+            f"`{flag}` (={path}): no such file, so there is nothing to load.{did_you_mean(path.name, near)} "
+            "Give the path of a .json, .jsonl or .parquet file."
+        )
+    if path.is_dir() or path.suffix not in READERS:
+        what = "a directory" if path.is_dir() else f"a file of unknown kind {path.suffix!r}"
+        raise DataError(
+            f"`{flag}` (={path}): it is {what}, which cannot be read as rows. Use files that end in {', '.join(READERS)}."
+        )
+
+
+def _read_json(path: Path, limit: int | None) -> _Part:
+    """An array of objects, or (as is common) one object per line."""
+    data = path.read_bytes()
+    if not data.lstrip().startswith(b"["):
+        return _read_jsonl(path, limit)
+    try:
+        rows = json.loads(data)[:limit]
+    except ValueError as error:
+        raise _malformed(path, getattr(error, "lineno", 1), str(error)) from None
+    columns: dict[str, None] = {}
+    for i, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise DataError(f"{path}: element {i} is a {type(row).__name__}, so it is no row. Use an array of objects.")
+        columns.update(dict.fromkeys(row))
+    return _Part(path, rows, list(columns), lambda raw, i: raw[i])
+
+
+def _read_jsonl(path: Path, limit: int | None) -> _Part:
+    lines: list[bytes] = []
+    columns: dict[str, None] = {}
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if limit is not None and len(lines) >= limit:
+                break
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise _malformed(path, number, str(error)) from None
+            if not isinstance(row, dict):
+                raise _malformed(path, number, f"it is a {type(row).__name__}")
+            columns.update(dict.fromkeys(row))
+            lines.append(line)
+    return _Part(path, lines, list(columns), lambda raw, i: json.loads(raw[i]))
+
+
+def _malformed(path: Path, line: int, detail: str) -> DataError:
+    return DataError(
+        f"{path}, line {line}: not a JSON object ({detail}), so the row cannot be read. Write one object per line "
+        "(.jsonl), or one array of objects (.json)."
+    )
+
+
+def _read_parquet(path: Path, limit: int | None) -> _Part:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(path, memory_map=True)
+    except (pa.ArrowException, OSError) as error:
+        detail = str(error).splitlines()[0]
+        raise DataError(f"{path}: not a parquet file ({detail}), so no row can be read. Write it again.") from None
+    table = table if limit is None else table.slice(0, limit)
+    fields = list(table.schema)
+
+    def decode(raw: pa.Table, i: int) -> Row:
+        row = raw.slice(i, 1).to_pylist()[0]
+        return {field.name: _plain(row[field.name], field.type) for field in fields}
+
+    return _Part(path, table, table.column_names, decode)
+
+
+def _plain(value: Any, type_: Any) -> Any:
+    """An Arrow value as it was before Arrow: struct fields filled with null removed, JSON text parsed."""
+    import pyarrow.types as kinds
+
+    if value is None:
+        return None
+    if getattr(type_, "extension_name", "") == "arrow.json":  # how `datasets` stores mixed messages
+        return json.loads(value)
+    if kinds.is_list(type_) or kinds.is_large_list(type_):
+        return [_plain(item, type_.value_type) for item in value]
+    if kinds.is_struct(type_):
+        plain = {field.name: _plain(value[field.name], field.type) for field in type_}
+        return {name: item for name, item in plain.items() if item is not None}
+    return value
+
+
+READERS: dict[str, Callable[[Path, int | None], _Part]] = {
+    ".json": _read_json,
+    ".jsonl": _read_jsonl,
+    ".parquet": _read_parquet,
+}

@@ -1,0 +1,1 @@
+"""Trainer-to-engine weight copies: gather, transfer, receive, proof."""

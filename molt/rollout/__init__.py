@@ -1,0 +1,1 @@
+"""Engines, runners and the producer: prompt → rollout → trajectory → reward."""

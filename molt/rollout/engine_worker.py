@@ -1,0 +1,219 @@
+"""One vLLM engine in a Ray actor: token ids in, token ids out, with log-probs and version spans.
+
+`Engine` is the Protocol seam of the rollout side: everything above it runs against any class with
+these methods (the tests have a fake one). vLLM carries a version as a string; here it is an integer.
+"""
+
+import asyncio
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import ray
+
+from molt.errors import EngineError
+from molt.publish.proof import Receipt
+from molt.types import Turn
+
+CPU_KV_CACHE_BYTES = 512 << 20
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What an engine needs to know; derived from the run's config by `cluster`."""
+
+    model: str
+    dtype: str
+    """`float32`, `bfloat16` or `float16`."""
+    max_model_len: int
+    device: str
+    """`cpu` or an accelerator; on a CPU the engine is started by fork, without compilation."""
+    tensor_parallel_size: int = 1
+    gpu_memory_utilization: float = 0.9
+    enforce_eager: bool = False
+    enable_prefix_caching: bool = True
+    weight_transfer: str = "shm"
+    extension: str = "molt.publish.receive.EngineExtension"
+    """Mixed into vLLM's worker; its module registers the transfer back end."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The distribution a turn is sampled from."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    max_tokens: int
+    seed: int
+    stop_token_ids: tuple[int, ...]
+
+
+class Engine(Protocol):
+    """What the rollout side and the publication need of an engine."""
+
+    async def generate(self, request_id: str, prompt_ids: list[int], sampling: Sampling) -> Turn: ...
+    async def score(self, sequences: list[list[int]]) -> list[np.ndarray]: ...
+    async def init_weight_transfer_engine(self, info: dict[str, Any]) -> None: ...
+    async def start_weight_update(self) -> None: ...
+    async def update_weights(self, info: dict[str, Any]) -> None: ...
+    async def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+    async def commit(self, version: int) -> list[Receipt]: ...
+
+
+@ray.remote(max_concurrency=16384)
+class RolloutEngineWorker:
+    """The real `Engine`."""
+
+    def __init__(self, settings: EngineSettings):
+        self.settings = settings
+
+    async def start(self) -> None:
+        """Load the model; after this the engine holds its own copy of the initial weights, version "0"."""
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        arguments = _engine_arguments(self.settings)
+        config = arguments.create_engine_config()
+        if self.settings.device == "cpu":
+            _start_by_fork()
+        self.llm = AsyncLLM.from_vllm_config(config)
+        await self.llm.collective_rpc("molt_watch_owner", args=(os.getpid(),))
+        await self.llm.collective_rpc("molt_record_weights")
+        await self.llm.update_weight_version("0")
+
+    async def generate(self, request_id: str, prompt_ids: list[int], sampling: Sampling) -> Turn:
+        """Sample one turn. Cancelling the call aborts the request in the engine.
+
+        Raises `EngineError` when vLLM aborts the request or is dead.
+        """
+        from vllm import SamplingParams, TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        params = SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_tokens,
+            seed=sampling.seed,
+            stop_token_ids=list(sampling.stop_token_ids),
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        final = None
+        try:
+            async for final in self.llm.generate(TokensPrompt(prompt_token_ids=prompt_ids), params, request_id):
+                pass
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise EngineError(f"engine failed on request {request_id}: {error!r}") from error
+        output = final.outputs[0]
+        if output.finish_reason not in ("stop", "length"):
+            raise EngineError(f"request {request_id} ended with finish_reason {output.finish_reason!r}")
+        return Turn(
+            prompt_ids=np.asarray(prompt_ids, np.int32),
+            token_ids=np.asarray(output.token_ids, np.int32),
+            logprobs=np.asarray(output.logprobs.logprobs, np.float32),
+            versions=_versions(output.weight_versions, len(output.token_ids)),
+            finish_reason=output.finish_reason,
+        )
+
+    async def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
+        """Log-probs float32 `[T]` of given tokens at temperature 1 (entry 0 is 0): the probe's engine side."""
+        return list(await asyncio.gather(*(self._score(ids) for ids in sequences)))
+
+    async def _score(self, ids: list[int]) -> np.ndarray:
+        from vllm import SamplingParams, TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        # prompt_logprobs are log-softmax of the raw logits, whatever the sampling temperature.
+        params = SamplingParams(
+            max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        self._probes = getattr(self, "_probes", 0) + 1
+        final = None
+        async for final in self.llm.generate(TokensPrompt(prompt_token_ids=ids), params, f"probe-{self._probes}"):
+            pass
+        values = [0.0] + [position[token].logprob for position, token in zip(final.prompt_logprobs[1:], ids[1:], strict=True)]
+        return np.asarray(values, np.float32)
+
+    async def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+
+    async def start_weight_update(self) -> None:
+        """Let running requests finish, hold new ones, drop every cache; then open the update."""
+        await self.llm.pause_generation(mode="wait", clear_cache=True)
+        await self.llm.start_weight_update()
+
+    async def update_weights(self, info: dict[str, Any]) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self.llm.update_weights(WeightTransferUpdateRequest(update_info=info))
+
+    async def finish_weight_update(self, weight_version: str | None = None) -> None:
+        await self.llm.finish_weight_update(weight_version)
+
+    async def commit(self, version: int) -> list[Receipt]:
+        """Stamp the new version, resume, and report what every worker received and holds."""
+        await self.llm.update_weight_version(str(version))
+        reports = await self.llm.collective_rpc("molt_receipt")
+        echoed = await self.llm.get_weight_version()
+        await self.llm.resume_generation()
+        return [Receipt(echoed, received, digest) for received, digest in reports]
+
+
+def _versions(spans, length: int) -> np.ndarray:
+    """vLLM's `(version, start, end)` spans → int32 `[T]`. Every sampled token must be covered."""
+    versions = np.full(length, -1, np.int32)
+    for span in spans:
+        versions[span.start : span.end] = int(span.version)
+    if (versions < 0).any():
+        raise EngineError(f"vLLM's version spans {spans} leave tokens of {length} without a version")
+    return versions
+
+
+def _engine_arguments(settings: EngineSettings):
+    from vllm.config import WeightTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    cpu = settings.device == "cpu"
+    extra: dict[str, Any] = {}
+    if cpu:
+        # The CPU default block of 128 tokens keeps short prompts out of the prefix cache.
+        extra = {"kv_cache_memory_bytes": CPU_KV_CACHE_BYTES, "block_size": 32}
+        if settings.tensor_parallel_size == 1:
+            extra["distributed_executor_backend"] = "uni"
+    else:
+        extra = {"gpu_memory_utilization": settings.gpu_memory_utilization}
+    return AsyncEngineArgs(
+        model=settings.model,
+        dtype=settings.dtype,
+        max_model_len=settings.max_model_len,
+        tensor_parallel_size=settings.tensor_parallel_size,
+        enforce_eager=settings.enforce_eager or cpu,
+        enable_prefix_caching=settings.enable_prefix_caching,
+        skip_tokenizer_init=True,
+        generation_config="vllm",  # the model's own sampling defaults must not leak into the policy
+        logprobs_mode="processed_logprobs",
+        weight_transfer_config=WeightTransferConfig(backend=settings.weight_transfer),
+        worker_extension_cls=settings.extension,
+        disable_log_stats=True,
+        **extra,
+    )
+
+
+def _start_by_fork() -> None:
+    """Start vLLM's processes by fork: seconds instead of a minute of repeated imports.
+
+    vLLM insists on spawn inside a Ray actor because a GPU context does not survive a fork; a CPU
+    engine has none.
+    """
+    import vllm.utils.system_utils
+
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+    vllm.utils.system_utils._maybe_force_spawn = lambda: None

@@ -1,0 +1,144 @@
+"""The layers of the package: imports go down only, and each layer stays free of what belongs above it."""
+
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+_spec = importlib.util.spec_from_file_location("count_lines", ROOT / "scripts" / "count_lines.py")
+count_lines = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(count_lines)
+
+LAYERS = [
+    {"types", "config", "rules", "errors"},
+    {"algo", "batch"},
+    {"agents", "chat", "data", "models", "parallel", "publish", "report"},
+    {"rollout", "train"},
+    {"cli", "loop", "cluster"},
+]
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+NAMES_CUDA = {"molt/models/build.py", "molt/publish/transfer.py", "molt/parallel/mesh.py", "molt/config.py"}
+NOT_IN_RL_PATH = re.compile(r"molt/(report/(page|viewer\w*)|cli/(demo\w*|train_sft)|train/sft\w*)\.py")
+
+MODULES = count_lines.package_modules()
+# The front door may re-export anything, and everything may read its version.
+INNER = {name: path for name, path in MODULES.items() if name != "molt"}
+
+
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def _imports(module: str) -> set[str]:
+    """Everything imported anywhere in the module; here `TYPE_CHECKING` counts, for it is knowledge too."""
+    return count_lines.imported_names(module, MODULES[module], ast.walk(_tree(MODULES[module])))
+
+
+def _part(module: str) -> str:
+    return module.split(".")[1]
+
+
+def _code(path: Path) -> str:
+    """The source without comments and docstrings."""
+    tree = _tree(path)
+    for constant in count_lines.bare_strings(tree):
+        constant.value = ""
+    return ast.unparse(tree)
+
+
+def _relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("module", INNER)
+def test_every_module_has_a_layer(module):
+    assert _part(module) in LEVEL, f"{module}: give it a layer in DESIGN.md section 7 and in this test"
+
+
+@pytest.mark.parametrize("module", INNER)
+def test_imports_go_down_only(module):
+    inside = {name for name in _imports(module) if name in INNER}
+    up = {name for name in inside if LEVEL[_part(name)] > LEVEL[_part(module)]}
+    assert not up, f"{module} (layer {LEVEL[_part(module)]}) imports upwards: {sorted(up)}"
+    siblings = {"rollout": "train", "train": "rollout"}
+    across = {name for name in inside if siblings.get(_part(module)) == _part(name)}
+    assert not across, f"{module} imports {sorted(across)}: rollout and train meet in loop.py only"
+
+
+@pytest.mark.parametrize("module", INNER)
+def test_ray_is_imported_only_where_processes_are_made(module):
+    level, name = LEVEL[_part(module)], INNER[module].name
+    if level == 4 or (level == 3 and (name.endswith("_worker.py") or name in {"pool.py", "producer.py"})):
+        return
+    roots = {name.split(".")[0] for name in _imports(module)}
+    assert "ray" not in roots, f"{module} imports ray: only *_worker.py, pool.py, producer.py, cli, loop, cluster may"
+
+
+@pytest.mark.parametrize("module", [name for name in INNER if LEVEL[_part(name)] == 1])
+def test_pure_layer_imports_torch_and_numpy_only(module):
+    roots = {name.split(".")[0] for name in _imports(module)}
+    foreign = roots - sys.stdlib_module_names - {"torch", "numpy", "molt"}
+    assert not foreign, f"{module} imports {sorted(foreign)}: algo and batch are pure"
+    assert "torch.distributed" not in _code(INNER[module]), f"{module} names torch.distributed: algo and batch are pure"
+
+
+@pytest.mark.parametrize("module", INNER)
+def test_devices_are_named_in_three_files(module):
+    if _relative(INNER[module]) not in NAMES_CUDA:
+        found = [line for line in _code(INNER[module]).splitlines() if re.search("cuda|CUDA_", line)]
+        assert not found, f"{module} names cuda: {found}. Ask parallel/mesh.py for the device instead."
+
+
+def test_the_rl_path_leaves_out_sft_the_demo_and_the_report_page():
+    inside = [_relative(MODULES[name]) for name in count_lines.rl_path(MODULES)]
+    assert not [path for path in inside if NOT_IN_RL_PATH.fullmatch(path)]
+
+
+def test_the_readme_quotes_the_size_of_the_rl_path():
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "count_lines.py", "--check"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_count_lines_leaves_out_blanks_comments_and_every_docstring():
+    source = '''"""Module doc.
+
+two lines"""
+
+import os  # 1: a comment behind code
+
+X = 3
+"""Doc of a field."""
+
+
+def f():
+    """Doc."""
+    # a comment
+    return """a
+
+    b"""  # the blank line inside the string is blank
+'''
+    # import, X, def, `return """a`, `b"""`
+    assert count_lines.code_lines(source) == 5
+
+
+def test_import_graph_follows_functions_and_strings_but_not_type_checking(tmp_path):
+    package = tmp_path / "molt"
+    package.mkdir()
+    files = {
+        "a.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import molt.d\ndef f():\n    from molt import b\n",
+        "b.py": '"""molt.d"""\nEXTENSION = "molt.c.Worker"\n',
+        "c.py": "from . import e\n",
+        "d.py": "",
+        "e.py": "",
+    }
+    for name, text in files.items():
+        (package / name).write_text(text)
+    modules = count_lines.package_modules(tmp_path)
+    assert count_lines.rl_path(modules, "molt.a") == {"molt.a", "molt.b", "molt.c", "molt.e"}

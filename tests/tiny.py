@@ -1,0 +1,110 @@
+"""Tiny tokenizers and models, built in memory: nothing is downloaded, nothing takes more than a second.
+
+    from tests.tiny import char_tokenizer, save_tiny, tiny_qwen3
+
+`char_tokenizer` is the one to reach for: one token per character, so ids can be read and expected
+masks written by hand. Ids: 0 `<|pad|>`, 1 `<|im_start|>`, 2 `<|im_end|>`, 3 newline, 4.. printable
+ASCII from space to tilde (99 tokens). Any other character raises: there is no unknown token.
+"""
+
+from pathlib import Path
+
+PAD_ID, START_ID, END_ID = 0, 1, 2
+SPECIALS = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
+ALPHABET = "\n" + "".join(chr(code) for code in range(32, 127))
+
+CHATML = (
+    "{%- if tools %}{{- '<|im_start|>system\n# Tools\n' }}{%- for tool in tools %}{{- tool | tojson + '\n' }}"
+    "{%- endfor %}{{- '<|im_end|>\n' }}{%- endif %}"
+    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+
+
+def char_tokenizer(chat_template: str | None = CHATML, alphabet: str = ALPHABET):
+    """One token per character; specials as in ChatML; eos `<|im_end|>`; decode returns exactly the text."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {token: i for i, token in enumerate([*SPECIALS, *alphabet])}
+    backend = Tokenizer(models.WordLevel(vocab, unk_token="<none>"))  # not in the vocabulary: unknown text raises
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    return _fast(PreTrainedTokenizerFast, backend, "<|pad|>", SPECIALS, chat_template)
+
+
+def bpe_tokenizer(chat_template: str | None = CHATML, vocab_size: int = 400):
+    """A byte-level BPE (as Qwen's), trained on a few lines: any text, several characters per token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    corpus = ["the quick brown fox jumps over the lazy dog", "what is 12 + 34 ? the answer is 46", "\n\n user assistant"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    backend.train_from_iterator(corpus * 5, trainer)
+    specials = [*SPECIALS, "<think>", "</think>"]
+    return _fast(PreTrainedTokenizerFast, backend, "<|pad|>", specials, chat_template)
+
+
+def _fast(cls, backend, pad: str, specials: list[str], chat_template: str | None):
+    tokenizer = cls(
+        tokenizer_object=backend,
+        eos_token="<|im_end|>",
+        pad_token=pad,
+        additional_special_tokens=specials,
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def tiny_qwen3(
+    vocab_size: int = len(SPECIALS) + len(ALPHABET),
+    tie: bool = True,
+    seed: int = 0,
+    layers: int = 2,
+    hidden: int = 64,
+    heads: int = 2,
+    kv_heads: int = 1,
+    head_dim: int = 32,
+):
+    """A random float32 `Qwen3ForCausalLM`; the same seed gives the same weights. About 0.1M parameters.
+
+    Weights have standard deviation `hidden ** -0.5`, so that logits spread enough for a test to see a
+    wrong weight. `head_dim` 32 is the smallest that vLLM's CPU attention accepts.
+    """
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=2048,
+        tie_word_embeddings=tie,
+        initializer_range=hidden**-0.5,
+        pad_token_id=PAD_ID,
+        eos_token_id=END_ID,
+        bos_token_id=None,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(config).float().eval()
+
+
+def save_tiny(path: str | Path, model=None, tokenizer=None, **model_args) -> Path:
+    """Save a model and its tokenizer as a Hugging Face directory; the defaults are the tiny ones."""
+    tokenizer = tokenizer or char_tokenizer()
+    model = model or tiny_qwen3(**{"vocab_size": len(tokenizer), **model_args})
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return Path(path)
