@@ -17,6 +17,19 @@ def _require(ok: bool, name: str, value: object, consequence: str, fix: str) -> 
         raise ConfigError(f"`{name}` (={value}): {consequence}. {fix}.")
 
 
+def _require_positive(section: object, prefix: str, names: str, consequence: str) -> None:
+    """Each of the (space-separated) settings is unset or above zero."""
+    for name in names.split():
+        value = getattr(section, name)
+        fix = "Use a value >= 1" if isinstance(value, int) else "Use a value > 0"
+        _require(value is None or value > 0, f"{prefix}.{name}", value, consequence, fix)
+
+
+def _require_cadence(prefix: str, value: int) -> None:
+    consequence, fix = "no step is a multiple of it", "Use a positive cadence, or -1"
+    _require(value == -1 or value > 0, f"{prefix}.steps", value, consequence, fix)
+
+
 @dataclass(frozen=True)
 class AdamConfig:
     """AdamW."""
@@ -32,6 +45,14 @@ class AdamConfig:
 
     def __post_init__(self):
         _require(self.lr >= 0, "adam.lr", self.lr, "a negative rate climbs the loss", "Use a value >= 0")
+        _require(
+            all(0 <= beta < 1 for beta in self.betas),
+            "adam.betas",
+            self.betas,
+            "the moments would never forget, or grow",
+            "Use two values in [0, 1), such as 0.9 0.95",
+        )
+        _require_positive(self, "adam", "eps", "a gradient of zero would divide by it")
 
 
 @dataclass(frozen=True)
@@ -77,6 +98,7 @@ class ActorConfig(OptimizerConfig, ModelConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        _require_positive(self, "actor", "num_nodes num_gpus_per_node", "nothing would train")
         low, high = self.eps_clip_low_high
         _require(
             0 < low < 1 and high > 0,
@@ -164,6 +186,13 @@ class LoggerConfig:
             "it is a cadence in steps",
             "Use a value >= 1",
         )
+        _require(
+            self.rollouts_per_step >= -1,
+            "logger.rollouts_per_step",
+            self.rollouts_per_step,
+            "a negative number of rollouts cannot be stored",
+            "Use a number of rollouts, or -1 for all",
+        )
 
 
 @dataclass(frozen=True)
@@ -186,9 +215,8 @@ class PromptDataConfig:
     """A template file or text that overrides the model's."""
 
     def __post_init__(self):
-        _require(
-            self.max_len >= 2, "data.max_len", self.max_len, "no prompt and answer fit in it", "Use a value >= 2"
-        )
+        _require(self.max_len >= 2, "data.max_len", self.max_len, "no prompt and answer fit in it", "Use a value >= 2")
+        _require_positive(self, "data", "max_samples", "no row would be left")
 
 
 @dataclass(frozen=True)
@@ -240,6 +268,15 @@ class RewardConfig:
     clip_range: tuple[float, float] = (-10.0, 10.0)
     """Rewards are clipped to this range before advantages are computed."""
 
+    def __post_init__(self):
+        _require(
+            self.clip_range[0] < self.clip_range[1],
+            "reward.clip_range",
+            self.clip_range,
+            "every reward would become the same number",
+            "Use LOW HIGH with LOW < HIGH, such as -10 10",
+        )
+
 
 @dataclass(frozen=True)
 class RolloutConfig:
@@ -271,9 +308,13 @@ class RolloutConfig:
     """Model calls per episode of an Env."""
 
     def __post_init__(self):
-        for name in ("batch_size", "n_samples_per_prompt"):
-            value = getattr(self, name)
-            _require(value >= 1, f"rollout.{name}", value, "there would be nothing to train on", "Use a value >= 1")
+        _require_positive(self, "rollout", "batch_size n_samples_per_prompt", "there would be nothing to train on")
+        _require_positive(
+            self,
+            "rollout",
+            "vllm_generate_batch_size num_runners max_new_tokens max_turns timeout_s",
+            "no rollout would finish",
+        )
         _require(
             self.temperature > 0,
             "rollout.temperature",
@@ -281,8 +322,27 @@ class RolloutConfig:
             "greedy decoding has no log-probs to learn from",
             "Use 1.0, or another positive temperature",
         )
+        _require(0 < self.top_p <= 1, "rollout.top_p", self.top_p, "it is a share of the probability", "Use (0, 1]")
         _require(
-            self.timeout_s > 0, "rollout.timeout_s", self.timeout_s, "every rollout would fail", "Use seconds > 0"
+            self.top_k == -1 or self.top_k > 0,
+            "rollout.top_k",
+            self.top_k,
+            "no token is left to sample",
+            "Use a positive number, or -1 for all",
+        )
+        _require(
+            self.max_retries >= 0,
+            "rollout.max_retries",
+            self.max_retries,
+            "not even the first attempt would be made",
+            "Use 0 for a single attempt",
+        )
+        _require(
+            0 <= self.max_failure_rate <= 1,
+            "rollout.max_failure_rate",
+            self.max_failure_rate,
+            "it is a fraction of the rollouts",
+            "Use a value in [0, 1]",
         )
 
 
@@ -312,9 +372,9 @@ class TrainConfig:
     """Largest log-prob difference of trainer and engine on the probe. Unset: fp32 1e-3 (max), else 0.05 (mean)."""
 
     def __post_init__(self):
-        for name in ("micro_batch_size", "max_epochs", "num_episodes"):
-            value = getattr(self, name)
-            _require(value >= 1, f"train.{name}", value, "nothing would be trained", "Use a value >= 1")
+        names = "micro_batch_size batch_size max_epochs num_episodes max_steps"
+        _require_positive(self, "train", names, "nothing would be trained")
+        _require_positive(self, "train", "parity_bound", "no two programs agree that well, so the run would stop")
         _require(
             self.async_queue_size >= 0,
             "train.async_queue_size",
@@ -348,9 +408,14 @@ class VllmConfig:
     """How weights reach the engines. auto: shm on a CPU, else nccl."""
 
     def __post_init__(self):
-        for name in ("num_engines", "tensor_parallel_size"):
-            value = getattr(self, name)
-            _require(value >= 1, f"vllm.{name}", value, "nothing would generate", "Use a value >= 1")
+        _require_positive(self, "vllm", "num_engines tensor_parallel_size", "nothing would generate")
+        _require(
+            0 < self.gpu_memory_utilization <= 1,
+            "vllm.gpu_memory_utilization",
+            self.gpu_memory_utilization,
+            "it is a fraction of a GPU",
+            "Use a value in (0, 1]",
+        )
 
 
 @dataclass(frozen=True)
@@ -373,12 +438,21 @@ class EvalConfig:
     """Unset: rollout's."""
 
     def __post_init__(self):
+        _require_cadence("eval", self.steps)
+        _require_positive(self, "eval", "n_samples_per_prompt max_new_tokens", "nothing would be evaluated")
         _require(
-            self.steps == -1 or self.steps > 0,
-            "eval.steps",
-            self.steps,
-            "no step is a multiple of it",
-            "Use a positive cadence, or -1",
+            self.temperature is None or self.temperature >= 0,
+            "eval.temperature",
+            self.temperature,
+            "there is no such distribution",
+            "Use 0 for greedy decoding, or a positive temperature",
+        )
+        _require(
+            self.top_p is None or 0 < self.top_p <= 1,
+            "eval.top_p",
+            self.top_p,
+            "it is a share of the probability",
+            "Use a value in (0, 1]",
         )
 
 
@@ -429,6 +503,9 @@ class SftDataConfig:
     train_on_last_turn_only: bool = False
     """Only the last assistant turn enters the loss."""
 
+    def __post_init__(self):
+        _require_positive(self, "data", "max_samples max_len", "no row would be left")
+
 
 @dataclass(frozen=True)
 class SftTrainConfig:
@@ -446,9 +523,8 @@ class SftTrainConfig:
     """Controls the order of the data."""
 
     def __post_init__(self):
-        for name in ("micro_batch_size", "batch_size", "max_epochs"):
-            value = getattr(self, name)
-            _require(value >= 1, f"train.{name}", value, "nothing would be trained", "Use a value >= 1")
+        names = "micro_batch_size batch_size max_epochs max_steps"
+        _require_positive(self, "train", names, "nothing would be trained")
 
 
 @dataclass(frozen=True)
@@ -459,6 +535,9 @@ class SftEvalConfig:
     """Comma list of files; columns as in --data."""
     steps: int = -1
     """Cadence in optimizer steps; -1: after each epoch."""
+
+    def __post_init__(self):
+        _require_cadence("eval", self.steps)
 
 
 @dataclass(frozen=True)

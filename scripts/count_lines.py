@@ -53,8 +53,7 @@ def code_lines(source: str) -> int:
 
     A blank line inside a multi-line string is blank; docstrings hold no code.
     """
-    # ast counts columns in bytes and tokenize in characters, so spans are compared in whole lines
-    # plus the token's type: a bare string shares its line with nothing but a comment or a `class X:`.
+    # Spans in whole lines: ast counts columns in bytes, tokenize in characters.
     docs = {(node.lineno, node.end_lineno) for node in bare_strings(ast.parse(source))}
     text, lines = source.splitlines(), set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -101,9 +100,9 @@ def _modules_used(module: str, modules: dict[str, Path]) -> set[str]:
     nodes = list(walk_runtime(tree))
     names = imported_names(module, modules[module], iter(nodes))
     for node in nodes:
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
-            if re.fullmatch(r"molt(\.\w+)+", node.value):
-                names |= {node.value, node.value.rpartition(".")[0]}
+        text = node.value if isinstance(node, ast.Constant) and id(node) not in docs else None
+        if isinstance(text, str) and re.fullmatch(r"molt(\.\w+)+", text):
+            names |= {text, text.rpartition(".")[0]}
     found = {name for name in names if name in modules}
     # Importing a.b.c runs a and a.b first.
     parents = {".".join(name.split(".")[:i]) for name in found for i in range(1, name.count(".") + 1)}

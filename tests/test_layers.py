@@ -132,7 +132,7 @@ def test_import_graph_follows_functions_and_strings_but_not_type_checking(tmp_pa
     package = tmp_path / "molt"
     package.mkdir()
     files = {
-        "a.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import molt.d\ndef f():\n    from molt import b\n",
+        "a.py": "if TYPE_CHECKING:\n    import molt.d\ndef f():\n    from molt import b\n",
         "b.py": '"""molt.d"""\nEXTENSION = "molt.c.Worker"\n',
         "c.py": "from . import e\n",
         "d.py": "",

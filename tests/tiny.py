@@ -105,6 +105,7 @@ def save_tiny(path: str | Path, model=None, tokenizer=None, **model_args) -> Pat
     """Save a model and its tokenizer as a Hugging Face directory; the defaults are the tiny ones."""
     tokenizer = tokenizer or char_tokenizer()
     model = model or tiny_qwen3(**{"vocab_size": len(tokenizer), **model_args})
+    model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return Path(path)

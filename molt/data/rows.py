@@ -187,7 +187,7 @@ def _read_parquet(path: Path, limit: int | None) -> _Part:
     import pyarrow.parquet as pq
 
     try:
-        table = pq.read_table(path, memory_map=True)
+        table = pq.ParquetFile(path, memory_map=True).read()
     except (pa.ArrowException, OSError) as error:
         detail = str(error).splitlines()[0]
         raise DataError(f"{path}: not a parquet file ({detail}), so no row can be read. Write it again.") from None

@@ -18,9 +18,9 @@ batch k + i // B, where k is the next batch to be taken. Invariant: `v_i + M >= 
 With i < B it says k - v <= M for every group of a batch, and no token is older than its group's start.
 
 **It cannot deadlock.** Taking the B oldest always keeps the invariant (the i-th of the rest was the
-(i + B)-th), so the learner waits at most for those B. They are in flight or finished, and a discarded one
-is replaced at once: fewer than (1 + Q) * B are open, so `may_start` waits only for a group in flight. When
-the stream has ended the last batch takes what is left.
+(i + B)-th), so the learner waits at most for those B to finish. If fewer than B are open, so are fewer than
+(1 + Q) * B, and `may_start` refuses only while others are in flight, which end. A discard makes room for its
+replacement at once. When the stream has ended, what is left is the last batch.
 """
 
 from collections.abc import Sequence

@@ -50,13 +50,9 @@ def test_ppo_gradient_matches_finite_differences():
     ppo(logprobs, old, advantages, low=0.2, high=0.2)[0].sum().backward()
     assert old.grad is None
     step = 1e-6
-    for t in range(7):
-        shift = torch.zeros(7, dtype=torch.float64)
-        shift[t] = step
-        above, below = (
-            ppo(logprobs.detach() + s, old, advantages, low=0.2, high=0.2)[0].sum() for s in (shift, -shift)
-        )
-        assert logprobs.grad[t].item() == pytest.approx(((above - below) / (2 * step)).item(), abs=1e-6)
+    # Tokens do not interact, so one shift of all of them differentiates each.
+    above, below = (ppo(logprobs.detach() + s, old, advantages, low=0.2, high=0.2)[0] for s in (step, -step))
+    np.testing.assert_allclose(logprobs.grad.numpy(), ((above - below) / (2 * step)).detach().numpy(), atol=1e-6)
     assert logprobs.grad[0] == -1.0  # at ratio 1 the gradient is -A: plain policy gradient
 
 
@@ -70,5 +66,5 @@ def test_a_nan_is_an_error_that_names_its_tensor(name):
 
 def test_the_difference_of_two_infinities_is_an_error():
     infinite = torch.tensor([-math.inf])
-    with pytest.raises(TrainingError, match="^log_ratio holds 1 NaN"):
+    with pytest.raises(TrainingError, match=r"^log_ratio holds 1 NaN"):
         ppo(infinite, infinite, torch.ones(1), low=0.2, high=0.2)

@@ -1,0 +1,7 @@
+"""What a user imports to write an agent."""
+
+from molt.agents.env import Env, Result
+from molt.agents.step_runner import StepEnvRunner
+from molt.types import PolicyFailure
+
+__all__ = ["Env", "PolicyFailure", "Result", "StepEnvRunner"]

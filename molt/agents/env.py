@@ -1,0 +1,84 @@
+"""The `Env` contract: the framework owns the model loop, the environment answers.
+
+Gymnasium's words with Gymnasium's meaning. One instance serves one episode.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from molt.errors import AgentError
+
+_SAMPLING_KEYS = {"max_new_tokens"}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one `step` of an environment returns."""
+
+    reward: float
+    """Added to the rewards of the episode so far. A non-finite reward is an infrastructure failure."""
+    observation: str = ""
+    """The content of the next message; the framework renders the turn around it. Unused when the episode ends."""
+    terminated: bool = True
+    """The task reached its end: an answer was given, a goal was reached."""
+    truncated: bool = False
+    """The episode was cut before its end by a limit outside the task, such as a step budget."""
+    info: dict[str, Any] = field(default_factory=dict)
+    """Anything; its numbers are logged as `rollout/info/<key>`."""
+    score: float | None = None
+    """Measures success for evaluation and filtering. Unset: the episode's reward."""
+    sampling_params: dict[str, Any] | None = None
+    """For the next turn: `max_new_tokens`. Temperature and the like would break the importance ratio."""
+
+    def __post_init__(self):
+        for name in ("reward", "score"):
+            value = getattr(self, name)
+            if name == "score" and value is None:
+                continue
+            try:
+                float(value)
+            except (TypeError, ValueError):
+                raise AgentError(
+                    f"Result.{name} (={value!r}) is not a number: nothing could be learned from it. Return a float."
+                ) from None
+        if not isinstance(self.observation, str):
+            raise AgentError(
+                f"Result.observation is a {type(self.observation).__name__}: the framework renders text. "
+                "Return the content of the next message as a string."
+            )
+        unknown = set(self.sampling_params or {}) - _SAMPLING_KEYS
+        if unknown:
+            raise AgentError(
+                f"Result.sampling_params has {sorted(unknown)}: only {sorted(_SAMPLING_KEYS)} can change within an "
+                "episode, anything else would make the sampled log-probs those of another distribution. Remove it."
+            )
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.reward) and (self.score is None or math.isfinite(self.score))
+
+
+class Env:
+    """Subclass this; `reset` and `close` are optional.
+
+    `state` is one dict for the whole episode. molt sets:
+
+    * `prompt`: list of chat messages, or text; what `reset` leaves there is what the model sees first
+    * `label`, `data_source`: from the dataset row
+    * `seed`: an integer of this rollout's own
+    * `turn`: number of the model call, from 0
+    * `action`: the text the model answered in this turn
+    * `finish_reason`: `stop`, or `length` when the answer was cut
+    """
+
+    async def reset(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Prepare the episode; may replace `state["prompt"]`."""
+        return state
+
+    async def step(self, state: dict[str, Any]) -> Result:
+        """Judge `state["action"]`. Raise `PolicyFailure` when the model's own doing cannot be judged."""
+        raise AgentError(f"{type(self).__name__} defines no `async def step(self, state)`: no reward can arise. Add it.")
+
+    async def close(self) -> None:
+        """Release what the episode held; runs however the episode ended."""

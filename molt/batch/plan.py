@@ -1,0 +1,84 @@
+"""A training batch → which rank runs which sample, in which micro-batch of which optimizer step.
+
+Pure, on the driver, from the light records alone: rewards and token counts are enough to compute
+group advantages and token weights; the arrays are fetched by the rank that trains on them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from molt.algo.advantage import Estimator
+from molt.algo.reduce import token_weights
+from molt.algo.shaping import shape_reward
+from molt.batch.balance import micro_batches, partition
+from molt.types import RolloutInfo
+
+
+@dataclass(frozen=True)
+class SampleTask:
+    """One sample to train on, and everything the driver knows about it."""
+
+    group: int
+    """Index in the training batch, then of the rollout in its group, then of the segment in its rollout."""
+    rollout: int
+    segment: int
+    reward: float
+    """Shaped; what a token estimator reads."""
+    advantage: float
+    """Of the rollout, from a group estimator; 0 for a token estimator."""
+    weight: float
+    """Weight of each trained token in the loss of its optimizer step."""
+
+
+RankPlan = list[list[list[SampleTask]]]
+"""Optimizer steps of micro-batches of samples; an empty micro-batch is a dummy."""
+
+
+def advantages(groups: Sequence[Sequence[RolloutInfo]], estimator: Estimator, clip_range: tuple[float, float]):
+    """`(shaped rewards, group advantages)`, one list per group; advantages are 0 for a token estimator."""
+    shaped = [[shape_reward(r.reward, clip_range=clip_range) for r in rollouts] for rollouts in groups]
+    if estimator.level == "token":
+        return shaped, [[0.0] * len(rewards) for rewards in shaped]
+    flat = torch.tensor([reward for rewards in shaped for reward in rewards], dtype=torch.float64)
+    labels = torch.tensor([index for index, rewards in enumerate(shaped) for _ in rewards])
+    values = iter(estimator.fn(flat, labels).tolist())
+    return shaped, [[next(values) for _ in rewards] for rewards in shaped]
+
+
+def plan_batch(
+    groups: Sequence[Sequence[RolloutInfo]],
+    *,
+    rewards: Sequence[Sequence[float]],
+    group_advantages: Sequence[Sequence[float]],
+    groups_per_step: int,
+    micro_batch_size: int,
+    ranks: int,
+) -> list[RankPlan]:
+    """One plan per rank. A batch is split *by groups* into optimizer steps; no remainder is dropped.
+
+    Every rank gets the same number of micro-batches in every step (collectives need equal counts).
+    """
+    plans: list[RankPlan] = [[] for _ in range(ranks)]
+    for start in range(0, len(groups), groups_per_step):
+        tasks, lengths, trained = [], [], []
+        for g in range(start, min(start + groups_per_step, len(groups))):
+            for r, rollout in enumerate(groups[g]):
+                for s, info in enumerate(rollout.samples):
+                    if info.trained_tokens:
+                        tasks.append((g, r, s))
+                        lengths.append(info.tokens)
+                        trained.append(info.trained_tokens)
+        if not tasks:
+            continue
+        weights = token_weights(trained)
+        step = micro_batches(partition(lengths, ranks), micro_batch_size)
+        for rank, batches in enumerate(step):
+            plans[rank].append([[_task(tasks[i], weights[i], rewards, group_advantages) for i in b] for b in batches])
+    return plans
+
+
+def _task(at: tuple[int, int, int], weight: float, rewards, group_advantages) -> SampleTask:
+    g, r, s = at
+    return SampleTask(g, r, s, rewards[g][r], group_advantages[g][r], weight)

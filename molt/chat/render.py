@@ -1,0 +1,167 @@
+"""Messages to ids, by the model's own chat template.
+
+A conversation grows by appending: what the model generated is never decoded and tokenised again. To
+continue after a turn, the template renders a stand-in conversation `[user, assistant(ANSWER),
+user(observation)]`, and the text after ANSWER (the closing of the turn, the opener and body of the next
+message, the generation prompt) is what follows the generated ids.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from molt.data.rows import UnusableRow
+from molt.errors import ConfigError, DataError, did_you_mean
+from molt.types import Prompt
+
+# Plain words at both ends, so that a template that strips or splits content leaves them whole.
+ANSWER, OBSERVATION = "moltanswer7f3a", "moltobservation7f3a"
+
+
+def load_tokenizer(model_name_or_path: str, chat_template: str | None, *, flag: str = "actor.model_name_or_path"):
+    """The model's tokenizer; `chat_template` (a file or a text) overrides its template.
+
+    Never runs code that comes with a model. `flag` is the setting that holds the path. Raises ConfigError.
+    """
+    from transformers import AutoTokenizer
+
+    path = Path(model_name_or_path).expanduser()
+    # "org/name" may be on the hub; anything else that is missing is a mistyped path, and needs no network.
+    if not path.exists() and (path.is_absolute() or len(path.parts) != 2 or path.parent.is_dir()):
+        near = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise ConfigError(
+            f"`{flag}` (={model_name_or_path}): no such directory, so there is no tokenizer to load."
+            f"{did_you_mean(path.name, near)} Give a Hugging Face model directory or a hub name (org/name)."
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path if path.exists() else model_name_or_path, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"`{flag}` (={model_name_or_path}): its tokenizer cannot be loaded ({str(error).splitlines()[0]}), so no "
+            "prompt can be tokenised. Give a directory with tokenizer.json, or a hub name that this machine can reach."
+        ) from error
+    if chat_template is not None:
+        tokenizer.chat_template = _template_text(chat_template)
+    return tokenizer
+
+
+def _template_text(chat_template: str) -> str:
+    if "{{" in chat_template or "{%" in chat_template:
+        return chat_template
+    path = Path(chat_template).expanduser()
+    if not path.is_file():
+        near = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise ConfigError(
+            f"`data.chat_template` (={chat_template}): it is neither a file nor Jinja text, so messages cannot be "
+            f"rendered.{did_you_mean(path.name, near)} Give the path of a template, or the template itself."
+        )
+    return path.read_text(encoding="utf-8")
+
+
+def require_template(tokenizer) -> None:
+    """Raise DataError if the tokenizer has no chat template."""
+    if not tokenizer.chat_template:
+        raise DataError(
+            f"`data.chat_template` (=None): the tokenizer of {tokenizer.name_or_path or 'the model'!r} has no template of "
+            "its own (a base model?), so messages cannot be rendered. Pass `--data.chat_template` FILE."
+        )
+
+
+def render_text(tokenizer, messages: list[dict[str, Any]], *, tools=None, add_generation_prompt: bool = False) -> str:
+    """The template's text. Raises UnusableRow if the template rejects the messages."""
+    from jinja2 import TemplateError
+
+    try:
+        return tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+    except (TemplateError, TypeError) as error:  # TypeError: the template joins a text to a field that is none
+        raise UnusableRow(f"rejected by the chat template: {error}") from error
+
+
+class Renderer:
+    """Prompts and observations to ids; ids to text.
+
+    **Untrusted text.** An observation may hold the spelling of a special token. Without any, the whole
+    suffix is tokenised at once, exactly as the template's rendering would be. With one, the observation
+    alone is tokenised apart, with `split_special_tokens`, so that it stays text and cannot open a turn.
+    """
+
+    def __init__(self, tokenizer, *, apply_chat_template: bool, eos_ids: Iterable[int] = ()):
+        """`eos_ids`: further end tokens, as from the model's generation config.
+
+        Raises DataError if chat is asked for and the template cannot be continued by appending.
+        """
+        self.tokenizer = tokenizer
+        ends = {*eos_ids} if tokenizer.eos_token_id is None else {tokenizer.eos_token_id, *eos_ids}
+        self.eos_ids: list[int] = sorted(ends)
+        self._chat = apply_chat_template
+        if apply_chat_template:
+            require_template(tokenizer)
+            self._markup = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
+            self._before, self._after = self._probe()
+
+    def prompt_ids(self, prompt: Prompt) -> list[int]:
+        """Chat: the rendering with the generation prompt. Plain: what the tokenizer makes of the text.
+
+        Raises UnusableRow if the template rejects the messages.
+        """
+        if not self._chat:
+            return self.tokenizer(prompt.text).input_ids
+        return self._encode(render_text(self.tokenizer, prompt.messages, add_generation_prompt=True))
+
+    def continuation_ids(self, generated_ids: list[int], observation: str) -> list[int]:
+        """The ids to append to the model's exact turn so that the next user message is `observation`.
+
+        They begin with the tokens that close the turn, as far as the model did not generate them (it did
+        not if it was cut by length). Plain: the observation as it is.
+        """
+        if not self._chat:
+            return self._encode(observation)
+        text = self._suffix(observation)
+        if any(token in observation for token in self._markup):
+            body = text.removeprefix(self._before).removesuffix(self._after)
+            ids = self._encode(self._before) + self._encode(body, split=True) + self._encode(self._after)
+        else:
+            ids = self._encode(text)
+        last = list(generated_ids[-1:])
+        return ids[1:] if last == ids[:1] and last[0] in self.eos_ids else ids
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of ids, without special tokens."""
+        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def _encode(self, text: str, split: bool = False) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False, split_special_tokens=split).input_ids
+
+    def _stand_in(self, *contents: str) -> str:
+        roles = ("user", "assistant", "user")
+        messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
+        return render_text(self.tokenizer, messages, add_generation_prompt=len(contents) == 3)
+
+    def _suffix(self, observation: str) -> str:
+        return self._stand_in("hi", ANSWER, observation).partition(ANSWER)[2]
+
+    def _probe(self) -> tuple[str, str]:
+        """What surrounds an observation. Only the text *after* the answer must be stable: Qwen3 puts an empty
+        think block before the last answer, which changes nothing in what follows it."""
+        try:
+            closed, text = self._stand_in("hi", ANSWER), self._stand_in("hi", ANSWER, OBSERVATION)
+        except UnusableRow as error:
+            raise self._unfit(f"it does not render user, assistant, user ({error.reason})") from error
+        if closed.count(ANSWER) != 1 or text.count(ANSWER) != 1:
+            raise self._unfit("it has no assistant turn that holds the answer as it is, once")
+        suffix = text.partition(ANSWER)[2]
+        if not suffix.startswith(closed.partition(ANSWER)[2]):
+            raise self._unfit("it closes an assistant turn in another way once a message follows")
+        if suffix.count(OBSERVATION) != 1:
+            raise self._unfit("it does not hold a user message as it is, once, after the assistant's")
+        before, _, after = suffix.partition(OBSERVATION)
+        return before, after
+
+    def _unfit(self, why: str) -> DataError:
+        name = self.tokenizer.name_or_path or "the model"
+        return DataError(
+            f"`data.chat_template` (=the template of {name!r}): {why}, so an episode cannot be continued by appending to "
+            "what was generated. Pass another template with `--data.chat_template`."
+        )

@@ -1,0 +1,188 @@
+"""argv -> settings, and settings -> `config.toml`.
+
+The flags are generated from the dataclasses in `molt.config` (tyro), in dotted form with underscores.
+`--config FILE.toml` loads the settings of an earlier run as defaults; flags override it. Every mistake
+is one message on stderr and exit code 2, before anything heavy is imported.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import io
+import itertools
+import json
+import sys
+import tomllib
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import tyro
+
+from molt.errors import ConfigError, did_you_mean
+
+Config = TypeVar("Config")
+
+TOML_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string", Path: "a path in quotes"}
+
+
+def parse(config_class: type[Config], argv: list[str], *, prog: str) -> Config:
+    """The settings that `argv` asks for. Prints one message and exits with 2 when they are wrong."""
+    try:
+        return _parse(config_class, argv, prog)
+    except ConfigError as error:
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _parse(config_class: type[Config], argv: list[str], prog: str) -> Config:
+    # tyro has no `--config`, so it is taken out first; abbreviations would shadow `--ckpt.*` and friends.
+    outer = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False, usage=f"{prog} [OPTIONS]")
+    outer.add_argument("--config", type=Path)
+    known, argv = outer.parse_known_args(argv)
+    default = load(config_class, known.config) if known.config else config_class()
+    _check_flags(config_class, argv)
+    description = (
+        f"{config_class.__doc__}\n\n--config FILE.toml loads the settings of an earlier run "
+        "(RUN/run/config.toml) as defaults; flags override it. `{None}` stands for unset."
+    )
+    console = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(console):
+            return tyro.cli(
+                config_class, prog=prog, description=description, args=argv, default=default, use_underscores=True
+            )
+    except SystemExit as stop:
+        # tyro boxes and wraps what a dataclass refuses; show our own message as it was written.
+        if refused := _cause(stop):
+            raise refused from None
+        sys.stderr.write(console.getvalue())
+        raise
+
+
+def _cause(error: BaseException | None) -> ConfigError | None:
+    while error is not None and not isinstance(error, ConfigError):
+        error = error.__context__
+    return error
+
+
+def flags(config_class: type) -> dict[str, Any]:
+    """Every flag without its dashes, dotted, and the type of its value."""
+    return {name: hint for name, hint in _walk(config_class, "")}
+
+
+def _walk(config_class: type, prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, hint in typing.get_type_hints(config_class).items():
+        if dataclasses.is_dataclass(hint):
+            yield from _walk(hint, f"{prefix}{name}.")
+        else:
+            yield prefix + name, hint
+
+
+def _check_flags(config_class: type, argv: list[str]) -> None:
+    known = flags(config_class)
+    switches = {name for name, hint in known.items() if hint is bool}
+    off = {f"{head}{dot}no_{tail}" for head, dot, tail in (name.rpartition(".") for name in switches)}
+    everything = {"help", "config", *known, *off}
+    for token, following in itertools.pairwise([*argv, "--"]):
+        if not token.startswith("--"):
+            continue
+        name = token[2:].partition("=")[0].replace("-", "_")
+        if name not in everything and not name.startswith("tyro_"):
+            raise ConfigError(f"unknown flag `--{name}`.{_nearest(name, everything)} `--help` lists all flags.")
+        if name in switches | off and ("=" in token or not following.startswith("-")):
+            value = token.partition("=")[2] or following
+            raise ConfigError(
+                f"`--{name}` is a switch and takes no value, but is followed by {value!r}. "
+                "Write the flag alone to turn it on, and with `no_` before its last word to turn it off."
+            )
+
+
+def _nearest(name: str, everything: set[str]) -> str:
+    # `--lr` is far from `--actor.adam.lr` by letters, yet it is what was meant.
+    same_word = sorted(f"--{flag}" for flag in everything if flag.rpartition(".")[2] == name.rpartition(".")[2])
+    if same_word:
+        return did_you_mean(f"--{name}", same_word) or f" Did you mean {same_word[0]!r}?"
+    return did_you_mean(f"--{name}", [f"--{flag}" for flag in sorted(everything)])
+
+
+def load(config_class: type[Config], path: Path) -> Config:
+    """The settings in a `config.toml`; what it leaves out has its default. Raises `ConfigError`."""
+    try:
+        table = tomllib.loads(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(f"`--config` (={path}) cannot be read: {error.strerror}. Name a config.toml.") from error
+    except ValueError as error:  # not UTF-8, or not TOML
+        raise ConfigError(f"`--config` (={path}) is not TOML: {error}. Fix that line.") from error
+    return _from_table(config_class(), table, "", path)
+
+
+def _from_table(default: Any, table: Any, prefix: str, path: Path) -> Any:
+    """`default` with the values of `table`, which sits under the key `prefix`."""
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path}: `{prefix[:-1]}` (={table!r}) must be a table: write [{prefix[:-1]}].")
+    hints = typing.get_type_hints(type(default))
+    changes = {}
+    for key, value in table.items():
+        name = prefix + key
+        if key not in hints:
+            near = did_you_mean(name, [prefix + known for known in hints])
+            raise ConfigError(f"{path}: unknown setting `{name}`.{near} Remove or rename it.")
+        if dataclasses.is_dataclass(hints[key]):
+            changes[key] = _from_table(getattr(default, key), value, f"{name}.", path)
+        else:
+            changes[key] = _typed(value, hints[key], name, path)
+    return dataclasses.replace(default, **changes)
+
+
+def _typed(value: Any, hint: Any, name: str, path: Path) -> Any:
+    """A TOML value as the type of its field; TOML has no null, so None never occurs."""
+    if isinstance(hint, types.UnionType):
+        (hint,) = (option for option in typing.get_args(hint) if option is not types.NoneType)
+    args = typing.get_args(hint)
+    if typing.get_origin(hint) is Literal:
+        if value in args:
+            return value
+        wanted = "one of " + ", ".join(map(repr, args))
+    elif typing.get_origin(hint) is tuple:
+        if isinstance(value, list) and len(value) == len(args):
+            return tuple(_typed(item, arg, name, path) for item, arg in zip(value, args, strict=True))
+        wanted = f"a list of {len(args)} values"
+    elif hint is Path and isinstance(value, str):
+        return Path(value)
+    elif hint is float and type(value) is int:
+        return float(value)
+    elif type(value) is hint:  # not isinstance: a bool is an int
+        return value
+    else:
+        wanted = TOML_WORDS[hint]
+    raise ConfigError(f"{path}: `{name}` (={value!r}) must be {wanted}.")
+
+
+def dump(config: Any) -> str:
+    """The text of a `config.toml` that `--config` reads back as the same settings."""
+    return "\n".join(_lines(config, "")).lstrip("\n") + "\n"
+
+
+def _lines(config: Any, prefix: str) -> Iterator[str]:
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    tables = {name: value for name, value in values.items() if dataclasses.is_dataclass(value)}
+    for name, value in values.items():
+        if value is not None and name not in tables:
+            yield f"{name} = {_toml(value)}"
+    for name, value in tables.items():
+        yield f"\n[{prefix}{name}]"
+        yield from _lines(value, f"{prefix}{name}.")
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (int, float)):
+        return repr(value)  # inf and nan are TOML too
+    if isinstance(value, (tuple, list)):
+        return f"[{', '.join(map(_toml, value))}]"
+    # A JSON string is a TOML string, except that TOML wants DEL escaped.
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")

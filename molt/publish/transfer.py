@@ -1,0 +1,128 @@
+"""The trainer's side of a publication: hand named tensors to vLLM's weight-transfer API.
+
+Every policy rank calls `send` (gathering is a collective); the first rank alone talks to the engines
+through an `EngineClient`. Shared memory on a CPU; NCCL across GPUs and CUDA IPC between processes on
+one GPU through vLLM's own trainer engines (written against their API in 0.32, not run here: no GPU).
+"""
+
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from molt.publish.proof import checksum
+
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+SHARED_MEMORY = Path("/dev/shm")
+
+
+class EngineClient(Protocol):
+    """vLLM's `VLLMWeightSyncClient`: each call reaches every engine and returns when all have answered."""
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
+    def start_weight_update(self) -> None: ...
+    def update_weights(self, update_info: dict[str, Any]) -> None: ...
+    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+
+
+class WeightSender(Protocol):
+    """Sends the weights; returns the checksum of each tensor as sent (empty except on the first rank)."""
+
+    def send(self) -> dict[str, int]: ...
+
+
+@dataclass
+class ShmSender:
+    """One safetensors file in shared memory, mapped by every engine on the node."""
+
+    client: EngineClient
+    source: Callable[[], NamedTensors]
+    rank: int
+
+    def __post_init__(self):
+        if self.rank == 0:
+            self.client.init_weight_transfer_engine({})
+
+    def send(self) -> dict[str, int]:
+        """Gather while the engines still generate; only then are they asked to pause."""
+        from safetensors.torch import save_file
+
+        tensors: dict[str, torch.Tensor] = {}
+        for name, tensor in self.source():  # every rank iterates: the gather is a collective
+            if self.rank == 0:
+                tensors[name] = tensor.contiguous()
+        if self.rank > 0:
+            return {}
+        sums = {name: checksum(tensor) for name, tensor in tensors.items()}
+        folder = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+        handle, path = tempfile.mkstemp(prefix="molt-weights-", suffix=".safetensors", dir=folder)
+        os.close(handle)
+        try:
+            save_file(tensors, path)
+            self.client.start_weight_update()
+            self.client.update_weights({"path": path})
+            self.client.finish_weight_update()
+        finally:
+            os.unlink(path)
+        return sums
+
+
+class VllmSender:
+    """NCCL or CUDA IPC through vLLM's own trainer engine. Not run here: no GPU."""
+
+    def __init__(self, backend: str, client: EngineClient, source: Callable[[], NamedTensors], rank: int, workers: int):
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+        from vllm.utils.network_utils import get_ip, get_open_port
+
+        if backend == "ipc":
+            info = IPCTrainerInitInfo(rank=rank)
+        else:
+            info = NCCLTrainerInitInfo(get_ip(), get_open_port(), world_size=workers + 1, rank=rank)
+        self.source = _recording_source(source)
+        self.engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=self.source)
+        self.rank = rank
+
+    def send(self) -> dict[str, int]:
+        self.source.checksums.clear()
+        self.engine.send_weights()
+        return dict(self.source.checksums) if self.rank == 0 else {}
+
+
+def _recording_source(source: Callable[[], NamedTensors]):
+    """vLLM's `WeightSource` over `source`, remembering the checksum of what passed."""
+    from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+
+    class RecordingSource(WeightSource):
+        def __init__(self):
+            self.checksums: dict[str, int] = {}
+            self._metadata: list[ParamMeta] | None = None
+
+        def metadata(self) -> list[ParamMeta]:
+            if self._metadata is None:  # a gather of its own, once
+                self._metadata = [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in source()]
+            return self._metadata
+
+        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in source():
+                self.checksums[name] = checksum(tensor)
+                yield name, tensor
+
+    return RecordingSource()
+
+
+def build_sender(
+    backend: str, *, client: EngineClient, source: Callable[[], NamedTensors], rank: int, engine_workers: int
+) -> WeightSender:
+    """The sender of a back end (`shm`, `nccl`, `ipc`); every policy rank builds one.
+
+    `source()` must give a fresh pass over the named full tensors, in the same order on every rank.
+    """
+    if backend == "shm":
+        return ShmSender(client, source, rank)
+    return VllmSender(backend, client, source, rank, engine_workers)

@@ -1,0 +1,274 @@
+"""Prompts in, finished groups out: admission, dispatch, failures, the ledger.
+
+`Producer.run` is one of the two long tasks of the loop; `batch` is where the learner waits for it.
+The policy of *when* is pure and lives in `admission.py`; this file moves groups between states:
+
+    prompt stream ──► in flight ──► finished (the buffer) ──► batch ──► closed
+                          └───────► discarded (unusable prompt, failed rollouts) ──► closed
+"""
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import ray
+from ray.exceptions import RayActorError
+
+from molt.config import RolloutConfig
+from molt.errors import FailureRateError, StalledError
+from molt.rollout.admission import may_start, select_batch
+from molt.rollout.runner_worker import GroupResult, GroupTask
+from molt.types import Group, InfraFailure, Metric, Prompt
+
+MIN_ATTEMPTS = 20
+"""Rollout attempts before a failure rate means anything."""
+GRACE_S = 60.0
+"""What a runner may take beyond the deadlines it enforces itself."""
+
+
+class PromptStream(Protocol):
+    """`molt.data.prompts.PromptStream`: an index is the whole state."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> Prompt: ...
+    def index(self, prompt: Prompt) -> int: ...
+
+
+class RunnerPool:
+    """Dispatches groups to runners: least loaded first, again elsewhere when a runner dies or hangs."""
+
+    def __init__(self, runners: Sequence[ray.actor.ActorHandle], *, deadline_s: float, attempts: int):
+        self.runners = list(runners)
+        self.deadline_s = deadline_s
+        self.attempts = attempts
+        self.in_flight = [0] * len(runners)
+
+    async def run_group(self, task: GroupTask) -> tuple[GroupResult, ray.ObjectRef]:
+        """The light result, and a reference to the samples. Raises `InfraFailure("runner")`."""
+        for _ in range(self.attempts):
+            index = min(range(len(self.runners)), key=self.in_flight.__getitem__)
+            self.in_flight[index] += 1
+            result, samples = self.runners[index].run_group.options(num_returns=2).remote(task)
+            try:
+                async with asyncio.timeout(self.deadline_s):
+                    return await result, samples
+            except TimeoutError:
+                # Its event loop is blocked (an env that never awaits): only a new process helps. Ray restarts it.
+                ray.kill(self.runners[index], no_restart=False)
+            except RayActorError:
+                await asyncio.sleep(1.0)  # Ray is restarting it
+            finally:
+                self.in_flight[index] -= 1
+        raise InfraFailure("runner", f"no runner finished the group within {self.attempts} x {self.deadline_s:.0f} s")
+
+
+@dataclass
+class FailureWindow:
+    """The recent rollout attempts, failed or not."""
+
+    limit: float
+    recent: deque[str | None]
+    """Reason of a failed attempt, None of a good one."""
+    details: dict[str, str]
+
+    def add(self, failures: Sequence[InfraFailure], good: bool) -> None:
+        """Raises `FailureRateError` with the table of reasons when too many failed."""
+        for failure in failures:
+            self.details[failure.reason] = failure.detail
+            self.recent.append(failure.reason)
+        if good:
+            self.recent.append(None)
+        reasons = Counter(reason for reason in self.recent if reason)
+        failed = sum(reasons.values())
+        if len(self.recent) >= MIN_ATTEMPTS and failed > self.limit * len(self.recent):
+            table = "\n".join(f"  {count:5d}  {reason}: {self.details[reason]}" for reason, count in reasons.most_common())
+            raise FailureRateError(
+                f"{failed} of the last {len(self.recent)} rollout attempts failed, above rollout.max_failure_rate "
+                f"(={self.limit:g}). Training on would see a biased part of the task, so the run stops; nothing that "
+                f"failed was trained, and the run resumes with --ckpt.load_enable. By reason:\n{table}"
+            )
+
+
+class Producer:
+    """Owns every open group, from its start until it is trained and published or discarded."""
+
+    def __init__(
+        self,
+        stream: PromptStream,
+        runners: RunnerPool,
+        config: RolloutConfig,
+        *,
+        queue: int,
+        max_staleness: int,
+        on_event: Callable[..., None],
+    ):
+        self.stream, self.runners, self.config = stream, runners, config
+        self.queue, self.max_staleness = queue, max_staleness
+        self.on_event = on_event
+        self.version = 0
+        self.position = 0
+        self.order = 0
+        self.open: dict[str, Group] = {}
+        self.restarts: deque[Prompt] = deque()
+        self.discarded: Counter[str] = Counter()
+        self.failures = FailureWindow(config.max_failure_rate, deque(maxlen=self._window()), {})
+        self.metrics: list[dict[str, Metric]] = []
+        self._changed = asyncio.Event()
+
+    def _window(self) -> int:
+        return max(200, 4 * self.config.batch_size * self.config.n_samples_per_prompt)
+
+    async def run(self) -> None:
+        """Start groups whenever admission allows, until the stream ends. Waits for: a free slot."""
+        async with asyncio.TaskGroup() as tasks:
+            while not self.exhausted:
+                while self._may_start() and (prompt := self._next_prompt()) is not None:
+                    group = Group(prompt, self.order, self.version)
+                    self.order += 1
+                    self.open[prompt.group_id] = group
+                    tasks.create_task(self._fill(group))
+                await self._change()
+
+    async def batch(self, batch_size: int, *, stalled_after_s: float) -> list[Group]:
+        """The groups of the next training batch, oldest start first; fewer when the stream ends, [] at its end.
+
+        Raises `StalledError` when nothing finishes for `stalled_after_s`.
+        """
+        while self.open or not self.exhausted:
+            selected = select_batch(
+                list(self.open.values()),
+                version=self.version,
+                batch_size=batch_size,
+                max_staleness=self.max_staleness,
+                exhausted=self.exhausted,
+            )
+            if selected is not None:
+                return selected
+            try:
+                async with asyncio.timeout(stalled_after_s):
+                    await self._change()
+            except TimeoutError:
+                raise StalledError(self._diagnosis(stalled_after_s)) from None
+        return []
+
+    def close(self, groups: Sequence[Group], version: int) -> None:
+        """The groups are trained and `version` is published: their slots are free."""
+        for group in groups:
+            del self.open[group.prompt.group_id]
+        self.version = version
+        self._notify()
+
+    @property
+    def exhausted(self) -> bool:
+        """No further group can start."""
+        return not self.restarts and self.position >= len(self.stream)
+
+    def ledger(self) -> dict[str, Any]:
+        """What a checkpoint holds of the prompts: the next position, and who is open."""
+        return {
+            "position": self.position,
+            "in_flight": [self.stream.index(g.prompt) for g in self._by_order() if not g.finished],
+        }
+
+    def restore(self, ledger: dict[str, Any], finished: Sequence[Group], version: int) -> None:
+        """Continue where `ledger` was written: finished groups are in the buffer, prompts in flight start again."""
+        self.version, self.position = version, ledger["position"]
+        for group in finished:
+            group.order = self.order
+            self.order += 1
+            self.open[group.prompt.group_id] = group
+        self.restarts = deque(self.stream[index] for index in ledger["in_flight"])
+
+    def finished_groups(self) -> list[Group]:
+        return [group for group in self._by_order() if group.finished]
+
+    def take_metrics(self) -> list[dict[str, Metric]]:
+        """`faults/*` since the last call."""
+        taken, self.metrics = self.metrics, []
+        return taken
+
+    def _by_order(self) -> list[Group]:
+        return sorted(self.open.values(), key=lambda group: group.order)
+
+    def _may_start(self) -> bool:
+        in_flight = sum(not group.finished for group in self.open.values())
+        return may_start(
+            len(self.open),
+            in_flight,
+            batch_size=self.config.batch_size,
+            queue=self.queue,
+            generate_batch_size=self.config.vllm_generate_batch_size or self.config.batch_size,
+        )
+
+    def _next_prompt(self) -> Prompt | None:
+        if self.restarts:
+            return self.restarts.popleft()
+        while self.position < len(self.stream):
+            index = self.position
+            self.position += 1
+            try:
+                return self.stream[index]
+            except ValueError as error:  # UnusableRow
+                self._discard(None, "unusable_row", str(error))
+        return None
+
+    async def _fill(self, group: Group) -> None:
+        config = self.config
+        task = GroupTask(
+            group.prompt,
+            config.n_samples_per_prompt,
+            config.temperature,
+            config.top_p,
+            config.top_k,
+            config.max_new_tokens,
+        )
+        try:
+            result, samples = await self.runners.run_group(task)
+        except InfraFailure as failure:
+            self.failures.add([failure], good=False)
+            self._discard(group, failure.reason, failure.detail)
+            return
+        if result.unusable:
+            self._discard(group, "prompt_too_long", result.unusable)
+            return
+        lost = None
+        for rollout in result.rollouts:
+            failed = isinstance(rollout.outcome, InfraFailure)
+            lost = rollout.outcome if failed else lost
+            attempts = [*rollout.failures, *([rollout.outcome] if failed else [])]
+            for failure in attempts:
+                self.metrics.append({f"faults/{failure.reason}": Metric(1.0)})
+                self.on_event("rollout_failed", group=group.prompt.group_id, rollout=rollout.index,
+                              reason=failure.reason, detail=failure.detail)
+            self.failures.add(attempts, good=not failed)
+        if lost is not None:  # never trained with a silently smaller baseline
+            self._discard(group, lost.reason, lost.detail)
+            return
+        group.rollouts, group.samples = result.rollouts, samples
+        self._notify()
+
+    def _discard(self, group: Group | None, reason: str, detail: str) -> None:
+        self.discarded[reason] += 1
+        self.metrics.append({"faults/discarded_groups": Metric(1.0)})
+        self.on_event("group_discarded", group=group.prompt.group_id if group else None, reason=reason, detail=detail)
+        if group is not None:
+            del self.open[group.prompt.group_id]
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+
+    async def _change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+    def _diagnosis(self, seconds: float) -> str:
+        waiting = [g for g in self._by_order() if not g.finished]
+        rows = "\n".join(f"  group {g.prompt.group_id}, started at version {g.start_version}" for g in waiting[:20])
+        return (
+            f"no group finished for {seconds:.0f} s while the learner waits at version {self.version}: {len(waiting)} "
+            f"in flight, {len(self.open) - len(waiting)} finished. The run stops after saving; look for an env or a "
+            f"grader that never returns, or raise rollout.timeout_s. In flight:\n{rows}"
+        )

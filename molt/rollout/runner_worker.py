@@ -1,0 +1,160 @@
+"""A process that hosts agents: runs the rollouts of many groups concurrently.
+
+`run_group` returns the light record and, as a second return value, the heavy arrays: the driver then
+owns them and they outlive this process.
+"""
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import ray
+
+from molt.agents.load import load_runner
+from molt.agents.step_runner import Episode, EpisodeContext
+from molt.chat.render import Renderer, load_tokenizer
+from molt.rollout.engine_worker import Sampling
+from molt.rollout.pool import EnginePool
+from molt.rollout.samples import describe, to_sample
+from molt.types import InfraFailure, Prompt, RolloutInfo, Sample, Turn
+
+
+@dataclass(frozen=True)
+class RunnerSettings:
+    """What a runner needs to know; derived from the run's config by `cluster`."""
+
+    agent_path: str
+    model: str
+    chat_template: str | None
+    apply_chat_template: bool
+    max_len: int
+    max_turns: int | None
+    timeout_s: float
+    max_retries: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class GroupTask:
+    """One prompt to roll out `n` times."""
+
+    prompt: Prompt
+    n: int
+    temperature: float
+    top_p: float
+    top_k: int
+    max_new_tokens: int | None
+
+
+@dataclass(frozen=True)
+class GroupResult:
+    """The light part of a finished group."""
+
+    rollouts: list[RolloutInfo]
+    unusable: str | None = None
+    """Why the prompt cannot be rolled out at all, such as being longer than the context."""
+
+
+@ray.remote(max_concurrency=16384, max_restarts=-1)
+class RunnerWorker:
+    """Hosts the user's agent."""
+
+    def __init__(self, settings: RunnerSettings, engines: Sequence[ray.actor.ActorHandle], name: str):
+        self.settings = settings
+        self.pool = EnginePool(engines, name)
+        tokenizer = load_tokenizer(settings.model, settings.chat_template)
+        self.renderer = Renderer(tokenizer, apply_chat_template=settings.apply_chat_template)
+        self.runner = load_runner(settings.agent_path)
+
+    async def ready(self) -> None:
+        """Answers when the constructor is done."""
+
+    async def run_group(self, task: GroupTask) -> tuple[GroupResult, list[list[Sample]]]:
+        """All rollouts of a group; a failed one is retried here, within `max_retries`."""
+        length = len(self.renderer.prompt_ids(task.prompt))
+        if length >= self.settings.max_len:
+            reason = f"prompt of {length:,} tokens leaves no room in data.max_len (={self.settings.max_len:,})"
+            return GroupResult([], unusable=reason), []
+        done = await asyncio.gather(*(self._rollout(task, index) for index in range(task.n)))
+        return GroupResult([info for info, _ in done]), [samples for _, samples in done]
+
+    async def _rollout(self, task: GroupTask, index: int) -> tuple[RolloutInfo, list[Sample]]:
+        started = time.monotonic()
+        failures: list[InfraFailure] = []
+        episode = None
+        while episode is None and len(failures) <= self.settings.max_retries:
+            try:
+                episode = await self._attempt(task, index)
+            except InfraFailure as failure:
+                failures.append(failure)
+        samples = [to_sample(episode.turns)] if episode and episode.turns else []
+        info = RolloutInfo(
+            group_id=task.prompt.group_id,
+            index=index,
+            outcome=episode.outcome if episode else failures.pop(),
+            truncated=bool(episode and episode.truncated),
+            turns=len(episode.turns) if episode else 0,
+            samples=tuple(describe(sample) for sample in samples),
+            failures=tuple(failures),
+            duration_s=time.monotonic() - started,
+            metrics=episode.info if episode else {},
+        )
+        return info, samples
+
+    async def _attempt(self, task: GroupTask, index: int) -> Episode:
+        """One attempt at an episode. This is the fault boundary of a rollout: whatever the agent
+        raises is an `InfraFailure`, never a reward."""
+        prompt = task.prompt
+        rollout = f"{prompt.group_id}:{index}"
+        calls = 0
+
+        async def call_model(prompt_ids: list[int], max_tokens: int) -> Turn:
+            nonlocal calls
+            sampling = Sampling(
+                temperature=task.temperature,
+                top_p=task.top_p,
+                top_k=task.top_k,
+                max_tokens=max_tokens,
+                seed=seed_of(self.settings.seed, prompt.epoch, prompt.position, index, calls),
+                stop_token_ids=tuple(self.renderer.eos_ids),
+            )
+            calls += 1
+            return await self.pool.generate(rollout, prompt_ids, sampling, self.settings.timeout_s)
+
+        context = EpisodeContext(
+            prompt=prompt,
+            call_model=call_model,
+            renderer=self.renderer,
+            seed=seed_of(self.settings.seed, prompt.epoch, prompt.position, index, -1),
+            max_len=self.settings.max_len,
+            max_new_tokens=task.max_new_tokens,
+            max_turns=self.settings.max_turns,
+        )
+        try:
+            async with asyncio.timeout(self.settings.timeout_s):
+                return await self.runner.run(context)
+        except InfraFailure:
+            raise
+        except TimeoutError:
+            raise InfraFailure("timeout", f"no end within rollout.timeout_s (={self.settings.timeout_s:g})") from None
+        except Exception as error:  # fault boundary: one rollout
+            raise InfraFailure(type(error).__name__, _where(error)) from error
+        finally:
+            self.pool.forget(rollout)
+
+
+def seed_of(*parts: int) -> int:
+    """63-bit sampling seed from `(train.seed, epoch, position, rollout, turn)`; equal only for equal parts."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _where(error: BaseException) -> str:
+    """`repr` of an error and the line of the user's file that raised it."""
+    frame = error.__traceback__
+    while frame and frame.tb_next:
+        frame = frame.tb_next
+    where = f" at {frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}" if frame else ""
+    return f"{error!r}{where}"

@@ -1,0 +1,44 @@
+"""Trajectory → sample: turns exactly as sampled become one aligned segment."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from molt.types import NOT_GENERATED, Sample, SampleInfo, Turn
+
+
+def to_sample(turns: Sequence[Turn]) -> Sample:
+    """Lay the turns of one monotonic stream out as a `Sample`.
+
+    Example: turn 1 = prompt `p p`, sampled `a b`; turn 2 = prompt `p p a b o o`, sampled `c`:
+
+        token_ids  p  p  a  b  o  o  c
+        versions  -1 -1  3  3 -1 -1  4
+
+    Raises `AssertionError` if a turn's prompt does not extend the stream before it token for token:
+    then something was re-tokenised, and training on it would train on tokens nobody sampled.
+    """
+    last = turns[-1]
+    token_ids = np.concatenate([last.prompt_ids, last.token_ids]).astype(np.int32)
+    versions = np.full(len(token_ids), NOT_GENERATED, np.int32)
+    logprobs = np.zeros(len(token_ids), np.float32)
+    end = 0
+    for turn in turns:
+        start = len(turn.prompt_ids)
+        assert start >= end, f"turn starts at token {start}, inside the turn before it that ends at {end}"
+        end = start + len(turn.token_ids)
+        expected = np.concatenate([turn.prompt_ids, turn.token_ids])
+        assert np.array_equal(token_ids[:end], expected), f"the stream of {end} tokens was rewritten after sampling"
+        versions[start:end] = turn.versions
+        logprobs[start:end] = turn.logprobs
+    return Sample(token_ids, versions, logprobs)
+
+
+def describe(sample: Sample) -> SampleInfo:
+    """What the driver keeps of a sample."""
+    mask = sample.mask
+    return SampleInfo(
+        tokens=len(sample.token_ids),
+        trained_tokens=int(mask.sum()),
+        oldest_version=int(sample.versions[mask].min()) if mask.any() else NOT_GENERATED,
+    )
