@@ -20,6 +20,40 @@ CHATML = (
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
 )
 
+# As Qwen3's own: reasoning before the last user message is dropped, the last answer always has a think block,
+# consecutive tool messages are merged into one user message.
+QWEN3 = """
+{%- if tools %}{{- '<|im_start|>system\n# Tools\n' }}{%- for tool in tools %}{{- tool | tojson + '\n' }}{%- endfor %}
+{{- '<|im_end|>\n' }}{%- endif %}
+{%- set ns = namespace(query=messages | length - 1, searching=true) %}
+{%- for m in messages[::-1] %}{%- if ns.searching and m.role == 'user' %}
+{%- set ns.searching = false %}{%- set ns.query = messages | length - 1 - loop.index0 %}{%- endif %}{%- endfor %}
+{%- for m in messages %}{%- if m.role == 'assistant' %}
+{%- set content, reasoning = m.content or '', m.reasoning_content or '' %}
+{%- if '</think>' in content %}{%- set reasoning = content.split('</think>')[0].split('<think>')[-1] %}
+{%- set content = content.split('</think>')[-1].lstrip('\n') %}{%- endif %}
+{{- '<|im_start|>assistant\n' }}
+{%- if loop.index0 > ns.query and (loop.last or reasoning) %}
+{{- '<think>\n' + reasoning.strip('\n') + '\n</think>\n\n' }}{%- endif %}
+{{- content }}
+{%- for call in m.tool_calls or [] %}
+{{- '<tool_call>' + (call.function | tojson) + '</tool_call>' }}{%- endfor %}
+{{- '<|im_end|>\n' }}
+{%- elif m.role == 'tool' %}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+{{- '\n<tool_response>' + m.content + '</tool_response>' }}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\n' }}{%- endif %}
+{%- else %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endif %}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+
+# ChatML that says itself what the assistant generates.
+MARKED = (
+    "{%- for m in messages %}{%- if m.role == 'assistant' %}{{- '<|im_start|>assistant\n' }}{%- generation %}"
+    "{{- m.content + '<|im_end|>' }}{%- endgeneration %}{{- '\n' }}"
+    "{%- else %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+
 
 def char_tokenizer(chat_template: str | None = CHATML, alphabet: str = ALPHABET):
     """One token per character; specials as in ChatML; eos `<|im_end|>`; decode returns exactly the text."""
@@ -41,7 +75,11 @@ def bpe_tokenizer(chat_template: str | None = CHATML, vocab_size: int = 400):
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    corpus = ["the quick brown fox jumps over the lazy dog", "what is 12 + 34 ? the answer is 46", "\n\n user assistant"]
+    corpus = [
+        "the quick brown fox jumps over the lazy dog",
+        "what is 12 + 34 ? the answer is 46",
+        "\n\n user assistant",
+    ]
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )

@@ -34,7 +34,9 @@ def load_tokenizer(model_name_or_path: str, chat_template: str | None, *, flag: 
             f"{did_you_mean(path.name, near)} Give a Hugging Face model directory or a hub name (org/name)."
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path if path.exists() else model_name_or_path, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(
+            path if path.exists() else model_name_or_path, trust_remote_code=False
+        )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"`{flag}` (={model_name_or_path}): its tokenizer cannot be loaded ({str(error).splitlines()[0]}), so no "
@@ -62,8 +64,8 @@ def require_template(tokenizer) -> None:
     """Raise DataError if the tokenizer has no chat template."""
     if not tokenizer.chat_template:
         raise DataError(
-            f"`data.chat_template` (=None): the tokenizer of {tokenizer.name_or_path or 'the model'!r} has no template of "
-            "its own (a base model?), so messages cannot be rendered. Pass `--data.chat_template` FILE."
+            f"`data.chat_template` (=None): the tokenizer of {tokenizer.name_or_path or 'the model'!r} has no template "
+            "of its own (a base model?), so messages cannot be rendered. Pass `--data.chat_template` FILE."
         )
 
 
@@ -162,6 +164,6 @@ class Renderer:
     def _unfit(self, why: str) -> DataError:
         name = self.tokenizer.name_or_path or "the model"
         return DataError(
-            f"`data.chat_template` (=the template of {name!r}): {why}, so an episode cannot be continued by appending to "
-            "what was generated. Pass another template with `--data.chat_template`."
+            f"`data.chat_template` (=the template of {name!r}): {why}, so an episode cannot be continued by appending "
+            "to what was generated. Pass another template with `--data.chat_template`."
         )

@@ -46,8 +46,8 @@ def build_conversations(rows: Rows, config: SftDataConfig, tokenizer) -> tuple[l
     require_template(tokenizer)
     if not tokenizer.is_fast:
         raise DataError(
-            f"the tokenizer of {tokenizer.name_or_path!r} is slow (no tokenizer.json): it does not say which characters "
-            "a token covers, so no loss mask can be built. Save a fast tokenizer with the model."
+            f"the tokenizer of {tokenizer.name_or_path!r} is slow (no tokenizer.json): it does not say which "
+            "characters a token covers, so no loss mask can be built. Save a fast tokenizer with the model."
         )
     for flag in ("input_key", "output_key", "tools_key"):
         if (column := getattr(config, flag)) is not None:

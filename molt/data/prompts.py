@@ -4,7 +4,6 @@ The state of a `PromptStream` is one integer, the index of the next prompt: the 
 of seed and epoch, so there is nothing else to save.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -53,22 +52,16 @@ class PromptDataset:
         for key in (config.input_key, config.label_key):
             if key is not None and key not in data:
                 raise UnusableRow(f"without `{key}`")
-        value = data[config.input_key]
-        messages = self._messages(value) if config.apply_chat_template else None
+        value, chat = data[config.input_key], config.apply_chat_template
         return Prompt(
             epoch=0,
             position=row,
             row=row,
-            messages=messages,
-            text=None if config.apply_chat_template else self._text(value),
+            messages=self._messages(value) if chat else None,
+            text=None if chat else self._text(value),
             label=None if config.label_key is None else data[config.label_key],
             data_source=str(data.get("data_source") or self.rows.source(row)),
         )
-
-    def check_length(self, prompt_tokens: int) -> None:
-        """Raise UnusableRow if a prompt of so many tokens leaves no room for an answer."""
-        if prompt_tokens >= self.config.max_len:
-            raise UnusableRow(f"not shorter than `data.max_len` (={self.config.max_len}); raise it to use them")
 
     def _messages(self, value: Any) -> list[Message]:
         if isinstance(value, str):
@@ -117,8 +110,9 @@ class PromptStream:
         epoch, position = divmod(i, len(self.dataset))
         return replace(self.dataset.prompt(self.row(i)), epoch=epoch, position=position)
 
-    def __iter__(self) -> Iterator[Prompt]:
-        return (self[i] for i in range(len(self)))
+    def index(self, prompt: Prompt) -> int:
+        """Where in the stream a prompt of it came from: `stream[stream.index(prompt)] == prompt`."""
+        return prompt.epoch * len(self.dataset) + prompt.position
 
     def row(self, i: int) -> int:
         """The dataset row behind `stream[i]`, whether it can be used or not."""

@@ -7,7 +7,7 @@ was. Rows stay raw (lines, Arrow) and are decoded when they are asked for.
 
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
@@ -83,9 +83,6 @@ class Rows:
         part, offset = self._find(i)
         return part.decode(part.raw, offset)
 
-    def __iter__(self) -> Iterator[Row]:
-        return (self[i] for i in range(len(self)))
-
     def source(self, i: int) -> str:
         """The stem of the file that row `i` comes from."""
         return self._find(i)[0].path.stem
@@ -103,15 +100,14 @@ def load_rows(paths: str, *, flag: str, max_samples: int | None = None) -> Rows:
     `flag` is the setting that holds `paths`, for messages. Raises DataError: a file is missing, has another
     suffix, is malformed (file and line are named) or there are no rows at all.
     """
-    parts, wanted = [], max_samples
+    parts: list[_Part] = []
     for path in [Path(name.strip()).expanduser() for name in paths.split(",") if name.strip()]:
         _check_path(path, flag)
-        parts.append(READERS[path.suffix](path, wanted))
-        wanted = None if wanted is None else wanted - len(parts[-1])
+        limit = None if max_samples is None else max_samples - sum(len(part) for part in parts)
+        parts.append(READERS[path.suffix](path, limit))
     rows = Rows(parts)
     if not len(rows):
-        limit = "" if max_samples is None else f" and `max_samples` (={max_samples})"
-        raise DataError(f"`{flag}` (={paths}){limit}: there are no rows. Name files that hold at least one row.")
+        raise DataError(f"`{flag}` (={paths}): there are no rows to learn from. Name files that hold at least one row.")
     return rows
 
 
@@ -125,17 +121,15 @@ def require_column(rows: Rows, name: str, flag: str) -> None:
 
 
 def _check_path(path: Path, flag: str) -> None:
+    if path.is_file() and path.suffix in READERS:
+        return
     if not path.exists():
         near = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise DataError(
-            f"`{flag}` (={path}): no such file, so there is nothing to load.{did_you_mean(path.name, near)} "
-            "Give the path of a .json, .jsonl or .parquet file."
-        )
-    if path.is_dir() or path.suffix not in READERS:
-        what = "a directory" if path.is_dir() else f"a file of unknown kind {path.suffix!r}"
-        raise DataError(
-            f"`{flag}` (={path}): it is {what}, which cannot be read as rows. Use files that end in {', '.join(READERS)}."
-        )
+        why = f"no such file, so there is nothing to load.{did_you_mean(path.name, near)}"
+    else:
+        kind = "a directory" if path.is_dir() else f"a file of unknown kind {path.suffix!r}"
+        why = f"it is {kind}, which cannot be read as rows."
+    raise DataError(f"`{flag}` (={path}): {why} Give the path of a file that ends in {', '.join(READERS)}.")
 
 
 def _read_json(path: Path, limit: int | None) -> _Part:
@@ -146,40 +140,36 @@ def _read_json(path: Path, limit: int | None) -> _Part:
     try:
         rows = json.loads(data)[:limit]
     except ValueError as error:
-        raise _malformed(path, getattr(error, "lineno", 1), str(error)) from None
-    columns: dict[str, None] = {}
-    for i, row in enumerate(rows):
-        if not isinstance(row, dict):
-            raise DataError(f"{path}: element {i} is a {type(row).__name__}, so it is no row. Use an array of objects.")
-        columns.update(dict.fromkeys(row))
-    return _Part(path, rows, list(columns), lambda raw, i: raw[i])
+        raise _malformed(path, f"line {getattr(error, 'lineno', 1)}", str(error)) from None
+    return _Part(path, rows, _columns(path, "element", enumerate(rows)), lambda raw, i: raw[i])
 
 
 def _read_jsonl(path: Path, limit: int | None) -> _Part:
-    lines: list[bytes] = []
-    columns: dict[str, None] = {}
     with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if limit is not None and len(lines) >= limit:
-                break
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise _malformed(path, number, str(error)) from None
-            if not isinstance(row, dict):
-                raise _malformed(path, number, f"it is a {type(row).__name__}")
-            columns.update(dict.fromkeys(row))
-            lines.append(line)
-    return _Part(path, lines, list(columns), lambda raw, i: json.loads(raw[i]))
+        numbered = list(islice(((n, line) for n, line in enumerate(file, 1) if line.strip()), limit))
+    columns = _columns(path, "line", ((n, _parse(path, n, line)) for n, line in numbered))
+    return _Part(path, [line for _, line in numbered], columns, lambda raw, i: json.loads(raw[i]))
 
 
-def _malformed(path: Path, line: int, detail: str) -> DataError:
-    return DataError(
-        f"{path}, line {line}: not a JSON object ({detail}), so the row cannot be read. Write one object per line "
-        "(.jsonl), or one array of objects (.json)."
-    )
+def _parse(path: Path, number: int, line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise _malformed(path, f"line {number}", str(error)) from None
+
+
+def _columns(path: Path, unit: str, rows: Iterable[tuple[int, Any]]) -> list[str]:
+    columns: dict[str, None] = {}
+    for number, row in rows:
+        if not isinstance(row, dict):
+            raise _malformed(path, f"{unit} {number}", f"it is a {type(row).__name__}")
+        columns.update(dict.fromkeys(row))
+    return list(columns)
+
+
+def _malformed(path: Path, where: str, detail: str) -> DataError:
+    fix = "Write one object per line (.jsonl), or one array of objects (.json)."
+    return DataError(f"{path}, {where}: not a JSON object ({detail}), so the row cannot be read. {fix}")
 
 
 def _read_parquet(path: Path, limit: int | None) -> _Part:
@@ -191,12 +181,11 @@ def _read_parquet(path: Path, limit: int | None) -> _Part:
     except (pa.ArrowException, OSError) as error:
         detail = str(error).splitlines()[0]
         raise DataError(f"{path}: not a parquet file ({detail}), so no row can be read. Write it again.") from None
-    table = table if limit is None else table.slice(0, limit)
-    fields = list(table.schema)
+    table = table.slice(0, limit)
 
     def decode(raw: pa.Table, i: int) -> Row:
         row = raw.slice(i, 1).to_pylist()[0]
-        return {field.name: _plain(row[field.name], field.type) for field in fields}
+        return {field.name: _plain(row[field.name], field.type) for field in raw.schema}
 
     return _Part(path, table, table.column_names, decode)
 
@@ -205,15 +194,12 @@ def _plain(value: Any, type_: Any) -> Any:
     """An Arrow value as it was before Arrow: struct fields filled with null removed, JSON text parsed."""
     import pyarrow.types as kinds
 
-    if value is None:
-        return None
-    if getattr(type_, "extension_name", "") == "arrow.json":  # how `datasets` stores mixed messages
-        return json.loads(value)
-    if kinds.is_list(type_) or kinds.is_large_list(type_):
+    if value is not None and getattr(type_, "extension_name", "") == "arrow.json":
+        return json.loads(value)  # how `datasets` stores messages that have no common type
+    if isinstance(value, list) and not kinds.is_map(type_):
         return [_plain(item, type_.value_type) for item in value]
-    if kinds.is_struct(type_):
-        plain = {field.name: _plain(value[field.name], field.type) for field in type_}
-        return {name: item for name, item in plain.items() if item is not None}
+    if isinstance(value, dict):
+        return {field.name: _plain(value[field.name], field.type) for field in type_ if value[field.name] is not None}
     return value
 
 

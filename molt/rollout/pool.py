@@ -1,13 +1,15 @@
-"""The engine pool inside each runner: affinity, least load, bounded retries, deadlines."""
+"""Engines as their two callers see them: the runners (`EnginePool`) and the publication (`EngineGroup`)."""
 
 import asyncio
 import itertools
 from collections.abc import Sequence
 
+import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from molt.errors import EngineError
+from molt.publish.proof import Receipt
 from molt.rollout.engine_worker import Sampling
 from molt.types import InfraFailure, Turn
 
@@ -59,3 +61,29 @@ class EnginePool:
 
     def _least_loaded(self) -> int:
         return min(range(len(self.engines)), key=self.in_flight.__getitem__)
+
+
+class EngineGroup:
+    """All engines as the publication sees them."""
+
+    def __init__(self, engines: Sequence[ray.actor.ActorHandle], *, timeout_s: float):
+        self.engines = list(engines)
+        self.timeout_s = timeout_s
+
+    async def commit(self, version: int) -> list[Receipt]:
+        """Receipts of all workers, engine by engine."""
+        async with asyncio.timeout(self.timeout_s):
+            receipts = await asyncio.gather(*(engine.commit.remote(version) for engine in self.engines))
+        return [receipt for per_engine in receipts for receipt in per_engine]
+
+    async def score(self, sequences: list[list[int]]) -> list[list[np.ndarray]]:
+        """The probe's log-probs, engine by engine."""
+        async with asyncio.timeout(self.timeout_s):
+            return await asyncio.gather(*(engine.score.remote(sequences) for engine in self.engines))
+
+    async def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[Turn]:
+        """One turn per prompt from the first engine."""
+        async with asyncio.timeout(self.timeout_s):
+            return await asyncio.gather(
+                *(self.engines[0].generate.remote(f"sample-{i}", ids, sampling) for i, ids in enumerate(prompts))
+            )

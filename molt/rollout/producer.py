@@ -17,7 +17,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from molt.config import RolloutConfig
-from molt.errors import FailureRateError, StalledError
+from molt.errors import FailureRateError, MoltError, StalledError
 from molt.rollout.admission import may_start, select_batch
 from molt.rollout.runner_worker import GroupResult, GroupTask
 from molt.types import Group, InfraFailure, Metric, Prompt
@@ -115,28 +115,39 @@ class Producer:
         self.discarded: Counter[str] = Counter()
         self.failures = FailureWindow(config.max_failure_rate, deque(maxlen=self._window()), {})
         self.metrics: list[dict[str, Metric]] = []
+        self.error: MoltError | None = None
         self._changed = asyncio.Event()
 
     def _window(self) -> int:
         return max(200, 4 * self.config.batch_size * self.config.n_samples_per_prompt)
 
     async def run(self) -> None:
-        """Start groups whenever admission allows, until the stream ends. Waits for: a free slot."""
-        async with asyncio.TaskGroup() as tasks:
-            while not self.exhausted:
-                while self._may_start() and (prompt := self._next_prompt()) is not None:
-                    group = Group(prompt, self.order, self.version)
-                    self.order += 1
-                    self.open[prompt.group_id] = group
-                    tasks.create_task(self._fill(group))
-                await self._change()
+        """Start groups whenever admission allows, until the stream ends. Waits for: a free slot.
+
+        A `MoltError` is handed to the learner at its next `batch`, between two steps, where the state of
+        trainer and ledger agree and can be saved.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while not self.exhausted:
+                    while self._may_start() and (prompt := self._next_prompt()) is not None:
+                        group = Group(prompt, self.order, self.version)
+                        self.order += 1
+                        self.open[prompt.group_id] = group
+                        tasks.create_task(self._fill(group))
+                    await self._change()
+        except* MoltError as errors:
+            self.error = errors.exceptions[0]
+            self._notify()
 
     async def batch(self, batch_size: int, *, stalled_after_s: float) -> list[Group]:
         """The groups of the next training batch, oldest start first; fewer when the stream ends, [] at its end.
 
-        Raises `StalledError` when nothing finishes for `stalled_after_s`.
+        Raises `StalledError` when nothing finishes for `stalled_after_s`, and what stopped `run`.
         """
         while self.open or not self.exhausted:
+            if self.error is not None:
+                raise self.error
             selected = select_batch(
                 list(self.open.values()),
                 version=self.version,

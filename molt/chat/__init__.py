@@ -1,0 +1,1 @@
+"""Messages to ids and back, by the model's own chat template."""

@@ -1,0 +1,177 @@
+"""Ray, resources and placement: starting engines, policy ranks and runners, and knowing they are up.
+
+Every actor asks Ray for 0 CPUs: on a small machine a request for one each would wait silently for ever.
+What is scarce are GPUs, and those are counted here.
+"""
+
+import asyncio
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+
+from molt.config import RLConfig
+from molt.errors import ResourceError
+from molt.parallel.mesh import DTYPES, device_count, param_dtype, resolve_device
+from molt.rollout.engine_worker import EngineSettings, RolloutEngineWorker
+from molt.rollout.pool import EngineGroup
+from molt.rollout.producer import GRACE_S, RunnerPool
+from molt.rollout.runner_worker import RunnerSettings, RunnerWorker
+from molt.train.policy import PolicySettings
+from molt.train.policy_worker import PolicyRanks, PolicyWorker
+
+START_TIMEOUT_S = 1800.0
+"""For loading models; a 1T model from network storage takes its time."""
+CALL_TIMEOUT_S = 3600.0
+"""For one call to the policy ranks or one publication."""
+
+THIRD_PARTY_ENV = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "TQDM_DISABLE": "1",
+    "PYTHONWARNINGS": "ignore",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+CPU_ENV = {
+    # One thread per process: two on busy cores are slower. nobind: vLLM would pin every engine to core 0.
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "TORCHDYNAMO_DISABLE": "1",
+}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Everything that runs outside the driver."""
+
+    engines: EngineGroup
+    policy: PolicyRanks
+    runners: RunnerPool
+
+
+def start_ray(config: RLConfig) -> None:
+    """Join the Ray cluster of this machine (`ray start`), or start a local one that ends with this driver."""
+    device = resolve_device(config.fsdp)
+    variables = THIRD_PARTY_ENV | (CPU_ENV if device.type == "cpu" else {})
+    if Path(config.actor.model_name_or_path).exists():
+        variables["HF_HUB_OFFLINE"] = "1"
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray.init(
+        include_dashboard=False,
+        configure_logging=False,
+        log_to_driver=True,
+        runtime_env={"env_vars": variables},
+    )
+
+
+def policy_ranks(config: RLConfig, gpus: int) -> int:
+    """Policy ranks of a run on `gpus` GPUs (0: a CPU); unset means what the engines leave free.
+
+    Raises `ResourceError` with the sum when more is asked for than there is.
+    """
+    actor, engines = config.actor, config.vllm.num_engines * config.vllm.tensor_parallel_size
+    if gpus == 0:
+        return actor.num_nodes * (actor.num_gpus_per_node or 1)
+    ranks = actor.num_nodes * actor.num_gpus_per_node if actor.num_gpus_per_node else gpus - engines
+    if ranks < 1 or ranks + engines > gpus:
+        raise ResourceError(
+            f"GPUs asked for: {max(ranks, 1)} policy ranks (actor.num_nodes x actor.num_gpus_per_node) + {engines} for "
+            f"engines (vllm.num_engines x vllm.tensor_parallel_size) = {max(ranks, 1) + engines}; present: {gpus}. Ray "
+            "would wait for ever. Lower one of them."
+        )
+    return ranks
+
+
+def engine_dtype(config: RLConfig) -> torch.dtype:
+    """What the engines hold and the trainer publishes; unset: the trainer's compute dtype."""
+    if config.vllm.dtype != "auto":
+        return DTYPES[config.vllm.dtype]
+    return param_dtype(config.fsdp, resolve_device(config.fsdp))
+
+
+def engine_settings(config: RLConfig) -> EngineSettings:
+    device = resolve_device(config.fsdp)
+    transfer = config.vllm.weight_transfer
+    return EngineSettings(
+        model=config.actor.model_name_or_path,
+        dtype=str(engine_dtype(config)).removeprefix("torch."),
+        max_model_len=config.data.max_len,
+        device=device.type,
+        tensor_parallel_size=config.vllm.tensor_parallel_size,
+        gpu_memory_utilization=config.vllm.gpu_memory_utilization,
+        enforce_eager=config.vllm.enforce_eager,
+        enable_prefix_caching=config.vllm.enable_prefix_caching,
+        weight_transfer=("shm" if device.type == "cpu" else "nccl") if transfer == "auto" else transfer,
+    )
+
+
+def runner_settings(config: RLConfig) -> RunnerSettings:
+    return RunnerSettings(
+        agent_path=str(Path(config.train.agent_path).resolve()),
+        model=config.actor.model_name_or_path,
+        chat_template=config.data.chat_template,
+        apply_chat_template=config.data.apply_chat_template,
+        max_len=config.data.max_len,
+        max_turns=config.rollout.max_turns,
+        timeout_s=config.rollout.timeout_s,
+        max_retries=config.rollout.max_retries,
+        seed=config.train.seed,
+    )
+
+
+def policy_settings(config: RLConfig, total_optimizer_steps: int) -> PolicySettings:
+    return PolicySettings(
+        actor=config.actor,
+        fsdp=config.fsdp,
+        advantage=config.algo.advantage,
+        temperature=config.rollout.temperature,
+        max_epochs=config.train.max_epochs,
+        max_len=config.data.max_len,
+        total_steps=total_optimizer_steps,
+        engine_dtype=engine_dtype(config),
+        seed=config.train.seed,
+    )
+
+
+async def start(config: RLConfig, total_optimizer_steps: int, engine_worker: Any = RolloutEngineWorker) -> Cluster:
+    """Start all processes side by side; return when every one has loaded its model.
+
+    engine_worker: the Ray actor class of an `Engine`; the tests have one without vLLM.
+    """
+    device = resolve_device(config.fsdp)
+    gpus = 0 if device.type == "cpu" else int(ray.cluster_resources().get("GPU", 0))
+    ranks = policy_ranks(config, gpus)
+    tensor_parallel = config.vllm.tensor_parallel_size
+    engine_gpus = tensor_parallel if gpus else 0
+    engine = engine_settings(config)
+    engines = [
+        engine_worker.options(num_cpus=0, num_gpus=engine_gpus).remote(engine) for _ in range(config.vllm.num_engines)
+    ]
+    workers = [PolicyWorker.options(num_cpus=0, num_gpus=1 if gpus else 0).remote() for _ in range(ranks)]
+    runners = [
+        RunnerWorker.options(num_cpus=0).remote(runner_settings(config), engines, f"runner{index}")
+        for index in range(config.rollout.num_runners or (2 if gpus else 1))
+    ]
+    async with asyncio.timeout(START_TIMEOUT_S):
+        address, port = await workers[0].address.remote()
+        policy = policy_settings(config, total_optimizer_steps)
+        await asyncio.gather(
+            *(engine.start.remote() for engine in engines),
+            # Ray shows each actor only its own GPU, so every rank is local rank 0.
+            *(w.start.remote(policy, rank, ranks, address, port, 0) for rank, w in enumerate(workers)),
+            *(runner.ready.remote() for runner in runners),
+        )
+        engine_workers = len(engines) * tensor_parallel
+        await asyncio.gather(
+            *(w.connect.remote(engines, engine.weight_transfer, engine_workers, CALL_TIMEOUT_S) for w in workers)
+        )
+    attempts = config.rollout.max_retries + 1
+    return Cluster(
+        EngineGroup(engines, timeout_s=CALL_TIMEOUT_S),
+        PolicyRanks(workers, timeout_s=CALL_TIMEOUT_S),
+        RunnerPool(runners, deadline_s=attempts * config.rollout.timeout_s + GRACE_S, attempts=attempts),
+    )

@@ -1,0 +1,1 @@
+"""Files in, prompts and conversations out."""

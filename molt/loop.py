@@ -1,0 +1,128 @@
+"""The page: prompt → rollout → trajectory → reward → advantage → batch → loss → step → publish.
+
+| task     | consumes           | produces             | waits for                    | released by                 |
+|----------|--------------------|----------------------|------------------------------|-----------------------------|
+| producer | prompts            | groups in the buffer | a free admission slot        | learner finishing a version |
+| learner  | a batch of groups  | metrics, version + 1 | enough groups in the buffer  | producer                    |
+
+Both run in one asyncio loop of one driver. Rollouts (prompt → reward) happen in the runners, which the
+producer feeds; everything else is a line of `learn`. A version is published after every training
+batch, so the version being trained is the number of batches trained.
+"""
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from molt.algo.advantage import ADVANTAGES
+from molt.batch.plan import advantages, plan_batch
+from molt.cluster import Cluster
+from molt.config import RLConfig
+from molt.errors import FailureRateError, StalledError
+from molt.publish.publication import Publisher
+from molt.records import Records
+from molt.rollout.evaluate import evaluate
+from molt.rollout.producer import Producer
+from molt.types import Metric, Prompt
+
+
+@dataclass
+class Run:
+    """The collaborators of one run, and how far it is."""
+
+    config: RLConfig
+    cluster: Cluster
+    producer: Producer
+    publisher: Publisher
+    records: Records
+    eval_prompts: list[Prompt]
+    total_steps: int
+    step: int = 0
+    """Training batches trained = the version that is published."""
+
+
+async def train(run: Run) -> None:
+    """Train to the end of the prompts, `train.max_steps`, or `producer.stop()`.
+
+    Whatever stops the run between two steps (too many failures, a stall) is saved first.
+    """
+    async with asyncio.TaskGroup() as tasks:
+        producing = tasks.create_task(run.producer.run())
+        try:
+            await learn(run)
+        except (FailureRateError, StalledError):
+            await run.records.save(run)
+            raise
+        finally:
+            producing.cancel()
+
+
+async def learn(run: Run) -> None:
+    """The learner."""
+    config, cluster = run.config, run.cluster
+    estimator = ADVANTAGES[config.algo.advantage.estimator]
+    while run.step < run.total_steps:
+        clock = Clock()
+
+        # prompt → rollout → trajectory → reward: by the runners, meanwhile
+        groups = await run.producer.batch(config.rollout.batch_size, stalled_after_s=run.producer.runners.patience_s)
+        if not groups:
+            break
+        clock.lap("wait_s")
+
+        # reward → advantage → batch
+        rollouts = [group.rollouts for group in groups]
+        rewards, group_advantages = advantages(rollouts, estimator, config.reward.clip_range)
+        plans = plan_batch(
+            rollouts,
+            rewards=rewards,
+            group_advantages=group_advantages,
+            groups_per_step=config.rollouts_per_step // config.rollout.n_samples_per_prompt,
+            micro_batch_size=config.train.micro_batch_size,
+            ranks=len(cluster.policy.workers),
+        )
+
+        # batch → loss → step
+        trained = await cluster.policy.train(plans, [group.samples for group in groups], run.step)
+        clock.lap("train_s")
+
+        # step → publish
+        run.step += 1
+        proof = await publish(run)
+        run.producer.close(groups, run.step)
+        clock.lap("publish_s")
+
+        await run.records.step(run.step, groups, group_advantages, [trained, proof, clock.metrics()], run.producer)
+        if config.eval.steps > 0 and run.step % config.eval.steps == 0:
+            await evaluate_now(run)
+        if config.ckpt.save_steps > 0 and run.step % config.ckpt.save_steps == 0:
+            await run.records.save(run)
+
+
+async def publish(run: Run) -> dict[str, Metric]:
+    """Publish the trainer's weights as version `run.step`, with proof."""
+    proof = await run.publisher.publish(run.step)
+    run.records.event("publication", version=run.step, mismatch=proof["mismatch/abs_max"].total)
+    return proof
+
+
+async def evaluate_now(run: Run) -> None:
+    """Evaluate the published version; the learner waits, so it is the only one that is measured."""
+    metrics = await evaluate(run.eval_prompts, run.cluster.runners, run.config.rollout, run.config.eval)
+    run.records.evaluation(run.step, metrics)
+
+
+class Clock:
+    """Seconds between laps, as `timing/*`."""
+
+    def __init__(self):
+        self.started = self.last = time.perf_counter()
+        self.laps: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[name], self.last = now - self.last, now
+
+    def metrics(self) -> dict[str, Metric]:
+        laps = self.laps | {"step_s": time.perf_counter() - self.started}
+        return {f"timing/{name}": Metric(seconds) for name, seconds in laps.items()}

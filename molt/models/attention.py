@@ -1,0 +1,59 @@
+"""`varlen`: exact causal attention over packed sequences without a [T, T] mask.
+
+Registered in transformers' attention registry. `cu_seq_lens_q` (int32 [S + 1]) says where sequences
+start and end; each is attended to on its own. Without it rows are plain causal, which is all that
+right padding needs: no real token looks to its right. On CUDA, `flash_attention_2` takes the same
+keyword arguments, so `forward` makes one call for both (that half was not run here).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
+    """[B, heads, T, D] each; a token sees itself and, with a window, the `window - 1` tokens before it."""
+    length = query.shape[2]
+    grouped = query.shape[1] != key.shape[1]
+    if window is None or length <= window:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
+    band = torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - window)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=band, scale=scaling, enable_gqa=grouped)
+
+
+def varlen(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Attention output [B, T, heads, D] for query [B, heads, T, D], key and value [B, kv_heads, T, D].
+
+    Raises `NotImplementedError` for score capping and attention sinks, which SDPA cannot express.
+    """
+    if softcap is not None or s_aux is not None:
+        raise NotImplementedError(
+            "varlen attention has no score capping and no sinks: use --fsdp.attn_implementation eager"
+        )
+    if cu_seq_lens_q is None:
+        out = _causal(query, key, value, scaling, sliding_window)
+    else:
+        lengths = cu_seq_lens_q.diff().tolist()
+        segments = zip(*(tensor.split(lengths, 2) for tensor in (query, key, value)), strict=True)
+        out = torch.cat([_causal(*segment, scaling, sliding_window) for segment in segments], 2)
+    return out.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("varlen", varlen)
+AttentionMaskInterface.register("varlen", lambda *args, **kwargs: None)

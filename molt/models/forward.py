@@ -1,0 +1,60 @@
+"""The policy as one module: token ids in, log-probs and entropies out."""
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from molt.batch.collate import Batch
+from molt.models.heads import token_logprobs
+
+
+class PolicyModel(nn.Module):
+    """A Hugging Face causal LM whose log-prob head runs inside the root module's forward.
+
+    FSDP keeps the parameters of the root (embeddings, final norm, head) unsharded exactly there.
+    """
+
+    def __init__(self, causal_lm: PreTrainedModel):
+        super().__init__()
+        self.causal_lm = causal_lm
+
+    @property
+    def config(self):
+        return self.causal_lm.config
+
+    def forward(self, batch: Batch, *, temperature: float = 1.0, needed: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies, float32 `[B, T]`, entry t for token t; see `heads.token_logprobs`.
+
+        needed: bool `[B, T]`, the only tokens that go through the head; None: every real one. The batch may live
+        on the host. With FSDP, every rank calls it the same number of times.
+        """
+        head = self.causal_lm.get_output_embeddings()
+        device = head.weight.device
+        token_ids = batch.token_ids.to(device)
+        cu_seqlens = None if batch.cu_seqlens is None else batch.cu_seqlens.to(device)
+        segments = {}
+        if cu_seqlens is not None:
+            segments = {
+                "cu_seq_lens_q": cu_seqlens,
+                "cu_seq_lens_k": cu_seqlens,
+                "max_length_q": batch.max_seqlen,
+                "max_length_k": batch.max_seqlen,
+            }
+        # attention_mask must be None: an all-ones mask silently turns packing off; so does a cache.
+        hidden = self.causal_lm.base_model(
+            input_ids=token_ids,
+            attention_mask=None,
+            position_ids=batch.position_ids.to(device),
+            use_cache=False,
+            **segments,
+        ).last_hidden_state
+        needed = batch.real if needed is None else needed & batch.real
+        return token_logprobs(
+            hidden,
+            head.weight,
+            token_ids,
+            cu_seqlens,
+            temperature=temperature,
+            needed=needed.to(device),
+            bias=head.bias,
+            softcap=getattr(self.config, "final_logit_softcapping", None),
+        )

@@ -1,0 +1,118 @@
+"""From hidden states to the log-prob of each token. THE shift between logits and tokens lives here alone.
+
+Entry t is `log p(token_t | tokens before t)`: it is computed from the hidden state of t - 1 and stored
+at t. The first token of a sequence has no condition and gets 0.
+
+[tokens, vocab] in float32 is never materialised: rows go through the head in chunks, in the forward
+and again in the backward pass, which recomputes the logits instead of keeping them.
+"""
+
+import torch
+from torch import Tensor
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, temperature: float) -> Tensor:
+    """float32 [n, V], divided by the temperature."""
+    logits = (hidden @ weight.t()).float()
+    if bias is not None:
+        logits += bias
+    if softcap is not None:
+        logits = logits.div_(softcap).tanh_().mul_(softcap)
+    return logits.div_(temperature)
+
+
+class _ChunkedLogProbs(torch.autograd.Function):
+    """logprob[i] = z[i, token_i] - logsumexp(z[i]) with z = (hidden W' + bias) / temperature; entropy without gradient."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, token_ids, temperature, softcap, chunk):
+        logprobs = hidden.new_empty(len(hidden), dtype=torch.float32)
+        entropy, lse = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        for i in range(0, len(hidden), chunk):
+            rows = slice(i, i + chunk)
+            z = _logits(hidden[rows], weight, bias, softcap, temperature)
+            lse[rows] = z.logsumexp(-1)
+            logprobs[rows] = z.gather(1, token_ids[rows, None])[:, 0] - lse[rows]
+            p = (z - lse[rows, None]).exp_()
+            entropy[rows] = lse[rows] - p.mul_(z).sum(-1)
+        ctx.save_for_backward(hidden, weight, bias, token_ids, lse)
+        ctx.settings = (softcap, temperature)
+        ctx.chunk = chunk
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        hidden, weight, bias, token_ids, lse = ctx.saved_tensors
+        softcap, temperature = ctx.settings
+        d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        # Summed in float32 whatever the compute dtype: there are many chunks.
+        d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        d_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
+        for i in range(0, len(hidden), ctx.chunk):
+            rows = slice(i, i + ctx.chunk)
+            z = _logits(hidden[rows], weight, bias, softcap, temperature)
+            # d logprob / dz = onehot(token) - softmax(z)
+            d = (z - lse[rows, None]).exp_().mul_(-grad[rows, None])
+            d.scatter_add_(1, token_ids[rows, None], grad[rows, None])
+            if softcap is not None:
+                d *= 1 - (z * (temperature / softcap)) ** 2  # tanh' = 1 - tanh²
+            d.div_(temperature)
+            if d_bias is not None:
+                d_bias += d.sum(0)
+            d = d.to(hidden.dtype)
+            if d_hidden is not None:
+                torch.mm(d, weight, out=d_hidden[rows])
+            if d_weight is not None and d.dtype == torch.float32:
+                d_weight.addmm_(d.t(), hidden[rows])
+            elif d_weight is not None:
+                d_weight += d.t() @ hidden[rows]
+        d_weight = None if d_weight is None else d_weight.to(weight.dtype)
+        return d_hidden, d_weight, None if d_bias is None else d_bias.to(bias.dtype), None, None, None, None
+
+
+def _scored_tokens(token_ids: Tensor, cu_seqlens: Tensor | None, needed: Tensor | None) -> Tensor:
+    """Flat indices int64 [n] of the tokens to score: needed, and not the first of their sequence."""
+    scored = torch.ones_like(token_ids, dtype=torch.bool) if needed is None else needed.clone()
+    if cu_seqlens is None:
+        scored[:, 0] = False
+    else:
+        scored[0, cu_seqlens[:-1].long()] = False
+    return scored.flatten().nonzero()[:, 0]
+
+
+def token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    token_ids: Tensor,
+    cu_seqlens: Tensor | None,
+    *,
+    temperature: float = 1.0,
+    needed: Tensor | None = None,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    chunk_elements: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`log softmax(head(hidden[t - 1]) / temperature)[token_t]` and the entropy of that distribution, at t.
+
+    hidden: [B, T, H] after the final norm; weight: [V, H] of the same dtype; token_ids: int64 [B, T];
+    cu_seqlens: int32 [S + 1] of a packed row (then B = 1) or None; needed: bool [B, T], the only tokens that
+    go through the head (None: all); bias: [V]; softcap: logits become `softcap * tanh(logits / softcap)`.
+    Returns float32 [B, T] twice, 0 at the first token of each sequence and where not needed. Gradients flow
+    through the log-probs only. `chunk_elements` bounds the logits held at once, in float32 elements.
+    Source: recomputed cross-entropy, Liger kernel, arXiv 2410.10989 (there fused with the loss; here per token).
+    """
+    if chunk_elements is None:  # large enough to keep the matrix units busy, small against the activations
+        chunk_elements = 2**22 if hidden.device.type == "cpu" else 2**26
+    index = _scored_tokens(token_ids, cu_seqlens, needed)
+    logprobs, entropy = _ChunkedLogProbs.apply(
+        hidden.flatten(0, 1).index_select(0, index - 1),  # THE shift
+        weight,
+        bias,
+        token_ids.flatten()[index],
+        temperature,
+        softcap,
+        max(1, chunk_elements // len(weight)),
+    )
+    zeros = logprobs.new_zeros(token_ids.numel())
+    return tuple(zeros.index_copy(0, index, values).view_as(token_ids) for values in (logprobs, entropy))

@@ -1,0 +1,125 @@
+"""What the driver of an RL run writes down: metrics, rollouts, events, checkpoints, the final model."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from molt.chat.render import Renderer
+from molt.config import RLConfig
+from molt.report.metrics import merge, values
+from molt.report.rollouts import write_rollouts
+from molt.report.sinks import RunLog
+from molt.rollout.buffer import load_buffer, save_buffer
+from molt.rollout.producer import Producer, own
+from molt.train.checkpoint import commit, prune
+from molt.types import Group, Metric, PolicyFailure, Sample
+
+if TYPE_CHECKING:
+    from molt.loop import Run
+
+
+class Records:
+    """Owns the run directory and the checkpoints of one RL run."""
+
+    def __init__(self, config: RLConfig, log: RunLog, renderer: Renderer):
+        self.config, self.log, self.renderer = config, log, renderer
+
+    def event(self, kind: str, **fields: Any) -> None:
+        self.log.event(kind, **fields)
+
+    def evaluation(self, step: int, metrics: dict[str, Metric]) -> None:
+        self.log.step(step, values(metrics))
+        self.event("evaluation", version=step, **values(metrics))
+
+    async def step(
+        self,
+        step: int,
+        groups: list[Group],
+        advantages: list[list[float]],
+        parts: list[dict[str, Metric]],
+        producer: Producer,
+    ) -> None:
+        """Metrics and stored rollouts of one training batch."""
+        rollouts = [_rollout_metrics(group) for group in groups]
+        metrics = values(merge([*parts, *rollouts, *producer.take_metrics()]))
+        metrics["perf/tokens_per_s"] = metrics["rollout/generated_tokens"] * len(groups) / metrics["timing/step_s"]
+        self.log.step(step, metrics)
+        limit = self.config.logger.rollouts_per_step
+        rows: list[dict[str, Any]] = []
+        for group, values_ in zip(groups, advantages, strict=True):
+            if 0 <= limit <= len(rows):
+                break
+            rows += _rows(group, values_, await group.samples, step)
+        write_rollouts(self.log.run_dir, step, rows[: limit if limit >= 0 else None], self.renderer.decode_raw)
+
+    async def save(self, run: "Run") -> Path:
+        """A complete checkpoint of this moment between two steps; the newest `ckpt.max_num` are kept."""
+        ledger, finished = run.producer.ledger(), run.producer.finished_groups()
+        folder = self.config.ckpt.checkpoints
+        await run.cluster.policy.save(folder, run.step)
+        aside = folder / f"step_{run.step:06d}.tmp"
+        save_buffer(aside, finished, [await group.samples for group in finished])
+        (aside / "loop.json").write_text(json.dumps({"step": run.step, "ledger": ledger}))
+        path = commit(aside)
+        prune(folder, self.config.ckpt.max_num)
+        if self.config.ckpt.save_hf:
+            await self.export(run, path / "hf")
+        self.event("checkpoint", step=run.step, path=str(path), buffered=len(finished))
+        return path
+
+    async def restore(self, run: "Run", path: Path) -> None:
+        """Continue where `path` was saved."""
+        await run.cluster.policy.load(path)
+        state = json.loads((path / "loop.json").read_text())
+        groups, samples = load_buffer(path, run.producer.stream.at)
+        for group, heavy in zip(groups, samples, strict=True):
+            group.samples = own(heavy)
+        run.step = state["step"]
+        run.producer.restore(state["ledger"], groups, run.step)
+
+    async def export(self, run: "Run", path: Path) -> None:
+        """The policy as a Hugging Face model directory."""
+        await run.cluster.policy.export(self.config.actor.model_name_or_path, self.config.data.chat_template, path)
+
+
+def _rollout_metrics(group: Group) -> dict[str, Metric]:
+    rollouts = group.rollouts
+    n = len(rollouts)
+    metrics = {
+        "rollout/reward": Metric(sum(r.reward for r in rollouts), n),
+        "rollout/score": Metric(sum(r.outcome.score for r in rollouts), n),
+        "rollout/response_length": Metric(sum(r.generated_tokens for r in rollouts), n),
+        "rollout/generated_tokens": Metric(sum(r.generated_tokens for r in rollouts), 1),
+        "rollout/truncated": Metric(sum(r.truncated for r in rollouts), n),
+        "rollout/turns": Metric(sum(r.turns for r in rollouts), n),
+        "rollout/policy_failures": Metric(sum(isinstance(r.outcome, PolicyFailure) for r in rollouts), n),
+        "rollout/mixed_groups": Metric(len({r.reward for r in rollouts}) > 1),
+        "timing/rollout_s": Metric(sum(r.duration_s for r in rollouts), n),
+    }
+    for rollout in rollouts:
+        metrics |= {f"rollout/info/{name}": Metric(value) for name, value in rollout.metrics.items()}
+    return metrics
+
+
+def _rows(group: Group, advantages: list[float], samples: list[list[Sample]], step: int) -> list[dict[str, Any]]:
+    rows = []
+    for rollout, advantage, segments in zip(group.rollouts, advantages, samples, strict=True):
+        for index, sample in enumerate(segments):
+            rows.append(
+                {
+                    "group_id": rollout.group_id,
+                    "rollout": rollout.index,
+                    "segment": index,
+                    "reward": rollout.reward,
+                    "score": rollout.outcome.score,
+                    "advantage": advantage,
+                    "outcome": "policy_failure" if isinstance(rollout.outcome, PolicyFailure) else "scored",
+                    "truncated": rollout.truncated,
+                    "version_trained": step - 1,
+                    "prompt_tokens": int(sample.mask.argmax()) if sample.mask.any() else len(sample.token_ids),
+                    "token_ids": sample.token_ids,
+                    "versions": sample.versions,
+                    "logprobs": sample.logprobs,
+                }
+            )
+    return rows

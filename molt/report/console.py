@@ -1,0 +1,44 @@
+"""One line per step on the console."""
+
+from collections.abc import Mapping
+
+from rich.text import Text
+
+COLUMNS = [
+    ("reward", "rollout/reward", ".3f"),
+    ("score", "rollout/score", ".3f"),
+    ("loss", "train/loss", ".4g"),
+    ("grad", "train/grad_norm", ".3g"),
+    ("mismatch", "mismatch/abs_max", ".1e"),
+    ("ratio", "ratio/mean", ".4f"),
+    ("kl", "train/kl", ".2e"),
+    ("stale", "staleness/max", ".0f"),
+    ("length", "rollout/response_length", ".1f"),
+    ("truncated", "rollout/truncated", ".1%"),
+    ("lr", "train/lr", ".1e"),
+    ("tok/s", "perf/tokens_per_s", ",.0f"),
+]
+"""Label, metric, format: shown in this order where the metric exists."""
+
+
+def step_line(step: int, total_steps: int | None, metrics: Mapping[str, float]) -> Text:
+    """`step 12/300  reward 0.512  loss -0.01  …  3.4 s`; evaluations by name, faults only if there are any."""
+    line = Text(
+        f"step {step}" if total_steps is None else f"step {step:>{len(str(total_steps))}}/{total_steps}", "bold"
+    )
+    for label, name, form in COLUMNS:
+        if name in metrics:
+            _append(line, label, format(metrics[name], form))
+    for name in sorted(metrics):
+        if name.startswith("eval/"):
+            _append(line, name, format(metrics[name], ".3f"), "green")
+    if faults := sum(value for name, value in metrics.items() if name.startswith("faults/")):
+        _append(line, "faults", format(faults, "g"), "red")
+    if "timing/step_s" in metrics:
+        line.append(f"  {metrics['timing/step_s']:.1f} s", "not bold dim")
+    return line
+
+
+def _append(line: Text, label: str, value: str, style: str = "cyan") -> None:
+    line.append(f"  {label} ", "not bold dim")
+    line.append(value, f"not bold {style}")

@@ -1,0 +1,78 @@
+"""The rollout store: what was trained on, token by token, one parquet file per step.
+
+One row per sample (a segment of a rollout). Token ids are the record; `text` and `runs` are views.
+"""
+
+import os
+from collections.abc import Callable, Iterable
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+SCHEMA = pa.schema(
+    [
+        ("group_id", pa.string()),  # `epoch:position` of the prompt
+        ("rollout", pa.int32()),  # index in the group
+        ("segment", pa.int32()),  # index in the rollout; 0 unless its history was rewritten or branched
+        ("reward", pa.float32()),  # as the agent returned it, before clipping and shaping
+        ("score", pa.float32()),  # what evaluation counts
+        ("advantage", pa.float32()),  # what the loss used (its mean over tokens, if per token)
+        ("outcome", pa.string()),  # `scored` or `policy_failure`
+        ("truncated", pa.bool_()),  # ran out of context, tokens or turns
+        ("version_trained", pa.int32()),  # weights that were trained on it; minus `versions`: staleness
+        ("prompt_tokens", pa.int32()),  # tokens before the first generated one
+        ("token_ids", pa.list_(pa.int32())),
+        ("versions", pa.list_(pa.int32())),  # weights that sampled each token, -1: not generated
+        ("logprobs", pa.list_(pa.float32())),  # behaviour log-prob, 0: not generated
+        ("text", pa.string()),  # everything decoded
+        ("runs", pa.list_(pa.string())),  # decoded piece by piece: one string per run of equal `versions`
+    ]
+)
+
+
+def text_runs(token_ids: Iterable[int], versions: Iterable[int], decode: Callable[[list[int]], str]) -> list[str]:
+    """`[1, 2, 3]` at versions `[-1, 7, 7]` gives `[decode([1]), decode([2, 3])]`."""
+    pairs = zip(token_ids, versions, strict=True)
+    return [decode([int(token) for token, _ in run]) for _, run in groupby(pairs, key=lambda pair: int(pair[1]))]
+
+
+def rollouts_path(run_dir: Path, step: int) -> Path:
+    return run_dir / "rollouts" / f"step_{step:06d}.parquet"
+
+
+def step_of(path: Path) -> int:
+    """The step of a stored file: 12 for `step_000012.parquet`."""
+    return int(path.stem.removeprefix("step_"))
+
+
+def write_rollouts(
+    run_dir: Path, step: int, rows: list[dict[str, Any]], decode: Callable[[list[int]], str] | None = None
+) -> Path:
+    """Store `rows` (keys: the columns of `SCHEMA`) atomically. With `decode`, `text` and `runs` are filled in.
+
+    Raises `KeyError` for a column that does not exist, so that a misspelt one is not lost in silence.
+    """
+    for row in rows:
+        if unknown := row.keys() - set(SCHEMA.names):
+            raise KeyError(f"rollout columns {sorted(unknown)} do not exist: they would be lost. See rollouts.SCHEMA.")
+    if decode is not None:
+        rows = [_with_text(row, decode) for row in rows]
+    path = rollouts_path(run_dir, step)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(".parquet.new")
+    pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), aside, compression="zstd")
+    os.replace(aside, path)
+    return path
+
+
+def _with_text(row: dict[str, Any], decode: Callable[[list[int]], str]) -> dict[str, Any]:
+    ids = [int(token) for token in row["token_ids"]]
+    return {**row, "text": decode(ids), "runs": text_runs(ids, row["versions"], decode)}
+
+
+def read_rollouts(path: Path) -> list[dict[str, Any]]:
+    """The rows of one stored step."""
+    return pq.read_table(path).to_pylist()

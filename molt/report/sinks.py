@@ -1,0 +1,171 @@
+"""Where the numbers of a run go: its directory, the console, TensorBoard.
+
+`metrics.jsonl` and `rollouts/` hold the lineage of the final weights alone: steps that a resume or a
+roll-back abandons move to `abandoned/`. `events.jsonl` keeps everything.
+"""
+
+import json
+import math
+import numbers
+import os
+import time
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import IO, Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from molt.config import LoggerConfig
+from molt.report.console import step_line
+from molt.report.rollouts import step_of
+
+
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a file; a line torn by a crash is dropped, a missing file is empty."""
+    if not path.exists():
+        return
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(record, dict):
+            yield record
+
+
+def json_line(record: Any) -> str:
+    """One line of valid JSON: non-finite numbers become null, which JSON has no other word for."""
+    return json.dumps(_plain(record), allow_nan=False) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, str | bool):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value) if math.isfinite(value) else None
+    return str(value)
+
+
+class RunLog:
+    """Owns a run directory. Use as a context manager, or call `close`."""
+
+    def __init__(
+        self, run_dir: Path, logger: LoggerConfig, header: str, total_steps: int | None, resume_step: int | None = None
+    ):
+        self.run_dir, self.logger, self.total_steps = run_dir, logger, total_steps
+        self.lost_points = 0
+        """Steps that TensorBoard did not take."""
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._events = _append_to(run_dir / "events.jsonl")
+        self._metrics: IO[str] | None = None
+        self._tensorboard = _tensorboard(logger.tensorboard_dir, resume_step)
+        self._console = Console(soft_wrap=True)
+        self._progress = Progress(console=self._console, transient=True) if self._console.is_terminal else None
+        self._console.print(header, markup=False, highlight=False)
+        if resume_step is None:
+            self._metrics = _append_to(run_dir / "metrics.jsonl")
+        else:
+            self.rewind(resume_step)
+        if self._progress is not None:
+            self._task = self._progress.add_task("", total=total_steps, completed=resume_step or 0)
+            self._progress.start()
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append the metrics of a step everywhere. A step may come in several parts (its evaluation is later)."""
+        self._metrics.write(json_line({"step": step, "time": time.time(), **metrics}))
+        self._metrics.flush()
+        if self._tensorboard is not None:
+            self._to_tensorboard(step, metrics)
+        evaluated = any(name.startswith("eval/") for name in metrics)
+        if evaluated or step % self.logger.logging_steps == 0 or step == self.total_steps:
+            self._console.print(step_line(step, self.total_steps, metrics), highlight=False)
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step)
+
+    def _to_tensorboard(self, step: int, metrics: Mapping[str, float]) -> None:
+        try:
+            for name, value in metrics.items():
+                self._tensorboard.add_scalar(name, value, step)
+        except Exception as error:  # a full disk under TensorBoard must not end a run: metrics.jsonl has it all
+            self.lost_points += 1
+            if self.lost_points == 1:
+                self._console.print(f"TensorBoard lost step {step} ({error!r}); metrics.jsonl has it", markup=False)
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Append a fault, a publication, an evaluation, … to `events.jsonl`."""
+        self._events.write(json_line({"time": time.time(), "kind": kind, **fields}))
+        self._events.flush()
+
+    def rewind(self, step: int) -> None:
+        """Continue from the weights of `step`: later steps leave the lineage. Safe to kill and repeat."""
+        if self._metrics is not None:
+            self._metrics.close()
+        abandoned = _abandon(self.run_dir, step)
+        self._metrics = _append_to(self.run_dir / "metrics.jsonl")
+        self.event("resumed", step=step, abandoned_steps=abandoned)
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self.lost_points:
+            self._console.print(f"TensorBoard lost {self.lost_points} steps; metrics.jsonl has them")
+        self._metrics.close()
+        self._events.close()
+
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _append_to(path: Path) -> IO[str]:
+    file = path.open("a", encoding="utf-8")
+    # A line torn by a crash must not swallow the next one.
+    if path.stat().st_size and not path.read_bytes().endswith(b"\n"):
+        file.write("\n")
+    return file
+
+
+def _abandon(run_dir: Path, step: int) -> list[int]:
+    """Move what is later than `step` to `abandoned/<time>/`; the steps moved."""
+    metrics = run_dir / "metrics.jsonl"
+    records = list(read_jsonl(metrics))
+    late = [record for record in records if record["step"] > step]
+    files = [path for path in (run_dir / "rollouts").glob("step_*.parquet") if step_of(path) > step]
+    if late or files:
+        aside = run_dir / "abandoned" / datetime.now().strftime("%Y%m%d-%H%M%S.%f")
+        (aside / "rollouts").mkdir(parents=True)
+        _write(aside / "metrics.jsonl", late)
+        for path in files:
+            os.replace(path, aside / "rollouts" / path.name)
+    # Last, so that a kill before this line leaves every abandoned step to be moved again.
+    _write(metrics, [record for record in records if record["step"] <= step])
+    return sorted({record["step"] for record in late} | {step_of(path) for path in files})
+
+
+def _write(path: Path, records: list[dict[str, Any]]) -> None:
+    aside = path.with_name(path.name + ".new")
+    with aside.open("w", encoding="utf-8") as file:
+        file.writelines(json_line(record) for record in records)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+
+
+def _tensorboard(directory: Path | None, resume_step: int | None) -> Any:
+    if directory is None:
+        return None
+    from torch.utils.tensorboard import SummaryWriter  # slow, and most runs do without
+
+    return SummaryWriter(str(directory), purge_step=None if resume_step is None else resume_step + 1)

@@ -1,0 +1,1 @@
+"""What a rank does with a batch: the optimizer step, the optimizer, checkpoints, and SFT."""

@@ -1,0 +1,281 @@
+"""Atomic checkpoints, and the Hugging Face export.
+
+    checkpoints/step_000020/        renamed from step_000020.tmp when everything is on disk
+        model/                      sharded parameters and optimizer state (torch.distributed.checkpoint)
+        trainer.json                scheduler
+        rng_00000.pt                random state, one per rank
+        extra.json, ...             whatever the owner of the checkpoint adds (position in the data, buffer)
+        manifest.json               written last: every file with its size
+
+Two phases, because in RL the driver, another process, adds files: every rank calls `write_part`, then
+one process, the owner, calls `commit`. A directory without a complete manifest is not a checkpoint.
+Everything is JSON or tensors; the pickles that torch.distributed.checkpoint writes for itself are read
+only from a directory whose manifest is complete.
+"""
+
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from molt.errors import CheckpointError
+from molt.publish.gather import named_full_tensors
+
+MANIFEST = "manifest.json"
+SHARD_BYTES = 5 * 2**30
+
+
+def save_checkpoint(
+    directory: Path,
+    step: int,
+    model: nn.Module,
+    optimizer: Optimizer,
+    scheduler: LRScheduler,
+    extra: Mapping[str, Any],
+    blobs: Mapping[str, bytes] | None = None,
+) -> Path:
+    """Both phases for ranks that own their checkpoint (SFT). Every rank calls it; returns the finished directory.
+
+    extra: JSON-able, returned by `load_checkpoint`. blobs: more files, by name. Only rank 0's count.
+    """
+    tmp, owner = temporary(directory, step), dist.get_rank() == 0
+    if owner:
+        begin(directory, step)
+    dist.barrier()  # default group, every rank: nobody writes before the directory is empty
+    write_part(tmp, model, optimizer, scheduler)
+    dist.barrier()  # default group, every rank: the manifest must see all parts
+    if owner:
+        (tmp / "extra.json").write_text(json.dumps(extra))
+        for name, blob in (blobs or {}).items():
+            (tmp / name).write_bytes(blob)
+        commit(tmp)
+    dist.barrier()  # default group, every rank: the checkpoint exists when anyone returns
+    return tmp.with_suffix("")
+
+
+def temporary(directory: Path, step: int) -> Path:
+    """Where the parts of a checkpoint are collected until `commit`."""
+    return Path(directory) / f"step_{step:06d}.tmp"
+
+
+def begin(directory: Path, step: int) -> Path:
+    """Make an empty temporary directory. The owner calls it before any `write_part`."""
+    tmp = temporary(directory, step)
+    shutil.rmtree(tmp, ignore_errors=True)
+    tmp.mkdir(parents=True)
+    return tmp
+
+
+def write_part(tmp: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler) -> None:
+    """Write what the training ranks hold. Every rank calls it, with the same directory on a shared disk."""
+    # Collective on the default group: every rank. It also removes duplicates of replicated tensors.
+    dcp.save(_tensors(model, optimizer), checkpoint_id=tmp / "model")
+    torch.save(_random_state(model), tmp / f"rng_{dist.get_rank():05d}.pt")
+    if dist.get_rank() == 0:
+        (tmp / "trainer.json").write_text(json.dumps({"scheduler": scheduler.state_dict()}))
+
+
+def commit(tmp: Path) -> Path:
+    """Flush every file, write the manifest, rename. One process calls it after all parts are written.
+
+    Returns the checkpoint; an older one of the same step is replaced.
+    """
+    tmp = Path(tmp)
+    files = sorted(path for path in tmp.rglob("*") if path.is_file() and path.name != MANIFEST)
+    manifest = {"files": {path.relative_to(tmp).as_posix(): path.stat().st_size for path in files}}
+    for path in [*files, *(path for path in tmp.rglob("*") if path.is_dir())]:
+        _fsync(path)
+    (tmp / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    _fsync(tmp / MANIFEST)
+    _fsync(tmp)
+    final = tmp.with_suffix("")
+    if final.exists():
+        shutil.rmtree(final)
+    tmp.rename(final)
+    _fsync(final.parent)
+    return final
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def checkpoint_step(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
+
+
+def _defect(path: Path) -> str | None:
+    """Why a directory is not a complete checkpoint, or None."""
+    try:
+        files = json.loads((path / MANIFEST).read_text())["files"]
+    except (OSError, ValueError, KeyError):
+        return f"{MANIFEST} is missing or unreadable"
+    for name, size in files.items():
+        file = path / name
+        if not file.is_file() or file.stat().st_size != size:
+            return f"{name} is missing or has not the {size} bytes of the manifest"
+    return None
+
+
+def _candidates(directory: Path) -> list[Path]:
+    """Finished directories, newest first; `.tmp` ones are not among them."""
+    found = [path for path in Path(directory).glob("step_*") if path.suffix == "" and path.is_dir()]
+    return sorted(found, key=checkpoint_step, reverse=True)
+
+
+def latest_checkpoint(directory: Path) -> Path | None:
+    """The newest complete checkpoint, or None. A torn one is skipped with a warning that names it."""
+    for path in _candidates(directory):
+        defect = _defect(path)
+        if defect is None:
+            return path
+        warnings.warn(f"checkpoint {path} is torn and was skipped: {defect}", stacklevel=2)
+    return None
+
+
+def prune(directory: Path, max_num: int, protect: Iterable[Path] = ()) -> list[Path]:
+    """Remove the oldest checkpoints beyond `max_num` (>= 1), never the newest or a protected one. One process calls it."""
+    doomed = [path for path in _candidates(directory)[max_num:] if path not in set(protect)]
+    for path in doomed:
+        (path / MANIFEST).unlink(missing_ok=True)  # torn from here on, should we die while removing
+        shutil.rmtree(path)
+    return doomed
+
+
+def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler) -> dict[str, Any]:
+    """Restore everything in place and return `extra` ({} when the owner wrote none). Every rank calls it.
+
+    The number of ranks may differ from the one that saved. Raises `CheckpointError` when the checkpoint is torn or
+    belongs to another model.
+    """
+    path = Path(path)
+    if defect := _defect(path):
+        raise CheckpointError(f"checkpoint {path} is torn: {defect}. Remove it to resume from the one before.")
+    try:
+        # Collective on the default group: every rank. Tensors are filled in place.
+        dcp.load(_tensors(model, optimizer), checkpoint_id=path / "model")
+    except (dcp.CheckpointException, RuntimeError, ValueError) as error:
+        raise CheckpointError(
+            f"checkpoint {path} does not fit this model and optimizer ({str(error).strip().splitlines()[-1]}). "
+            "Resume with the model it was saved from, or start in another --ckpt.output_dir."
+        ) from error
+    scheduler.load_state_dict(json.loads((path / "trainer.json").read_text())["scheduler"])
+    for group, lr in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+        group["lr"] = lr
+    random_state = path / f"rng_{dist.get_rank():05d}.pt"
+    if random_state.exists():  # a rank that did not exist then keeps its fresh one
+        _set_random_state(torch.load(random_state, weights_only=True), model)
+    extra = path / "extra.json"
+    return json.loads(extra.read_text()) if extra.exists() else {}
+
+
+def _tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Everything that is sharded, by name; shares memory with model and optimizer."""
+    params = dict(model.named_parameters())
+    persistent = model.state_dict().keys()
+    tensors = {f"model/{name}": p.detach() for name, p in params.items()}
+    tensors |= {f"model/{name}": b for name, b in model.named_buffers() if name in persistent}
+    for name, p in params.items():
+        tensors |= {f"optimizer/{name}/{key}": value for key, value in optimizer.state.get(p, {}).items()}
+    return tensors
+
+
+def _device_module(model: nn.Module):
+    """torch's module of the accelerator that the model is on, or None on a CPU."""
+    device = next(model.parameters()).device
+    return None if device.type == "cpu" else torch.get_device_module(device)
+
+
+def _random_state(model: nn.Module) -> dict[str, Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if module := _device_module(model):
+        states["device"] = module.get_rng_state()
+    return states
+
+
+def _set_random_state(states: dict[str, Tensor], model: nn.Module) -> None:
+    torch.set_rng_state(states["cpu"])
+    if "device" in states and (module := _device_module(model)):
+        module.set_rng_state(states["device"])
+
+
+def export_hf(model: nn.Module, tokenizer, path: Path, dtype: torch.dtype) -> None:
+    """Write the model as `from_pretrained` loads it: safetensors in `dtype`, configuration, tokenizer.
+
+    Every rank calls it; rank 0 writes. Files are written aside and moved in; `config.json` leaves first and comes
+    last, so a directory that loads is whole.
+    """
+    path = Path(path)
+    tmp, writer = path / ".export.tmp", dist.get_rank() == 0
+    if writer:
+        shutil.rmtree(tmp, ignore_errors=True)
+        tmp.mkdir(parents=True)
+    _write_weights(model, tmp, dtype, writer)
+    if writer:
+        causal_lm = model.causal_lm
+        config = type(causal_lm.config).from_dict(causal_lm.config.to_dict())
+        config.dtype, config.use_cache = dtype, True
+        config.save_pretrained(tmp)
+        if causal_lm.can_generate():
+            causal_lm.generation_config.save_pretrained(tmp)
+        tokenizer.save_pretrained(tmp)
+        _move_in(tmp, path)
+    dist.barrier()  # default group, every rank: the export exists when anyone returns
+
+
+def _write_weights(model: nn.Module, tmp: Path, dtype: torch.dtype, writer: bool) -> None:
+    """Shards of at most `SHARD_BYTES`, with transformers' names and index."""
+    shards: list[list[str]] = []
+    pending: dict[str, Tensor] = {}
+    total = 0
+
+    def flush():
+        save_file(pending, tmp / f"shard_{len(shards)}", metadata={"format": "pt"})
+        shards.append(list(pending))
+        pending.clear()
+
+    for name, tensor in named_full_tensors(model, dtype):  # collectives: every rank iterates to the end
+        if not writer:
+            continue
+        if pending and sum(t.nbytes for t in pending.values()) + tensor.nbytes > SHARD_BYTES:
+            flush()
+        pending[name] = tensor.cpu().contiguous()
+        total += tensor.nbytes
+    if not writer:
+        return
+    flush()
+    if len(shards) == 1:
+        (tmp / "shard_0").rename(tmp / "model.safetensors")
+        return
+    files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    for i, file in enumerate(files):
+        (tmp / f"shard_{i}").rename(tmp / file)
+    weight_map = {name: file for names, file in zip(shards, files, strict=True) for name in names}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (tmp / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+
+
+def _move_in(tmp: Path, path: Path) -> None:
+    (path / "config.json").unlink(missing_ok=True)
+    for stale in path.glob("model*.safetensors*"):
+        stale.unlink()
+    for file in sorted(tmp.iterdir(), key=lambda file: file.name == "config.json"):
+        _fsync(file)
+        os.replace(file, path / file.name)
+    tmp.rmdir()
+    _fsync(path)

@@ -1,0 +1,121 @@
+"""The optimizer step: one accumulation loop for policy, critic and SFT.
+
+The loss of a micro-batch is already `sum(weight * loss_t)` with weights of the whole step batch, over
+all ranks. So gradients are added, over micro-batches and over ranks, and nothing divides.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from molt.batch.collate import collate
+from molt.errors import TrainingError
+from molt.parallel.mesh import all_reduce_sums, local_shard
+from molt.types import Metric
+
+MicroBatch = TypeVar("MicroBatch")
+LossFn = Callable[[nn.Module, MicroBatch], tuple[Tensor, dict[str, Metric]]]
+
+
+def optimizer_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: LRScheduler,
+    micro_batches: Sequence[MicroBatch | None],
+    loss_fn: LossFn,
+    *,
+    max_norm: float,
+) -> dict[str, Metric]:
+    """Accumulate, clip, step. Every rank calls it with the same number of micro-batches.
+
+    micro_batches: None stands for one that this rank does not have; a dummy of weight 0 runs in its place.
+    loss_fn: (model, micro-batch) -> scalar `sum(weight * loss_t)` and this rank's metrics.
+    max_norm: the gradient of all ranks is scaled down to this norm; <= 0 disables it.
+    Returns this rank's metrics, and `train/loss`, `train/grad_norm` (before clipping) and `train/lr` of all.
+    Raises `TrainingError`, on every rank, when loss or gradient are not finite (no step is taken), or when a step
+    with a rate above 0 and a gradient above 0 moved no master weight.
+    """
+    loss, metrics = accumulate(model, optimizer, micro_batches, loss_fn)
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    grads = [local_shard(p.grad) for p in params if p.grad is not None]
+    square = torch.nn.utils.get_total_norm(grads).double() ** 2
+    # Collective on the default group: every rank. Shards are disjoint, so their squared norms add up.
+    loss, square = all_reduce_sums(torch.stack([loss.double(), square])).tolist()
+    norm = square**0.5
+    if not np.isfinite(loss + norm):
+        evidence = _non_finite(model)
+        optimizer.zero_grad()
+        raise TrainingError(
+            f"loss {loss:g}, gradient norm {norm:g}: the step was not taken, since it would have destroyed the "
+            f"weights. {evidence} Lower the learning rate, or look at the samples of this step."
+        )
+    if 0 < max_norm < norm:
+        torch._foreach_mul_(grads, max_norm / norm)
+    lr = max(group["lr"] for group in optimizer.param_groups)
+    before = _fingerprint(params)
+    optimizer.step()
+    optimizer.zero_grad()
+    scheduler.step()
+    # Collective on the default group: every rank.
+    moved = all_reduce_sums((before != _fingerprint(params)).any().double()).item()
+    if lr > 0 and norm > 0 and not moved:
+        raise TrainingError(
+            f"a step with learning rate {lr:g} and gradient norm {norm:g} moved no master weight: training would go "
+            "on for ever without effect. The rate is below the resolution of float32 weights: raise `adam.lr`."
+        )
+    return metrics | {"train/loss": Metric(loss), "train/grad_norm": Metric(norm), "train/lr": Metric(lr)}
+
+
+def accumulate(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    micro_batches: Sequence[MicroBatch | None],
+    loss_fn: LossFn,
+) -> tuple[Tensor, dict[str, Metric]]:
+    """Forward and backward of every micro-batch; gradients end in `.grad`, summed over ranks.
+
+    Returns the loss of this rank's micro-batches (scalar, detached) and their merged metrics.
+    """
+    optimizer.zero_grad()
+    total, metrics = None, {}
+    for micro_batch in micro_batches:
+        if micro_batch is None:
+            loss, new = _dummy_loss(model), {}
+        else:
+            loss, new = loss_fn(model, micro_batch)
+        # FSDP's reduce-scatter runs in every backward, so all ranks must get here equally often. Postponing it
+        # to the last one would keep an unsharded float32 gradient of the whole model on every rank.
+        loss.backward()
+        total = loss.detach() if total is None else total + loss.detach()
+        metrics = _merge(metrics, new)
+    return total, metrics
+
+
+def _dummy_loss(model: nn.Module) -> Tensor:
+    """A forward over two tokens whose loss is 0, and so is its gradient."""
+    output = model(collate([np.zeros(2, dtype=np.int64)], packed=False))
+    return 0.0 * (output[0] if isinstance(output, tuple) else output).sum()
+
+
+def _merge(metrics: dict[str, Metric], new: dict[str, Metric]) -> dict[str, Metric]:
+    merged = dict(metrics)
+    for name, metric in new.items():
+        old = metrics.get(name, Metric(metric.total, 0.0) if name.endswith("max") else Metric(0.0, 0.0))
+        total = max(old.total, metric.total) if name.endswith("max") else old.total + metric.total
+        merged[name] = Metric(total, old.count + metric.count)
+    return merged
+
+
+def _fingerprint(params: Sequence[Tensor]) -> Tensor:
+    """int64 [len(params)]: the sum of the bit patterns of this rank's shard of each float32 master."""
+    return torch.stack([local_shard(p.detach()).view(torch.int32).sum() for p in params])
+
+
+def _non_finite(model: nn.Module) -> str:
+    grads = ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
+    names = [name for name, grad in grads if not local_shard(grad).isfinite().all()]
+    return f"Not finite on this rank: the gradients of {names[:3]} and {len(names[3:])} more." if names else ""

@@ -1,0 +1,275 @@
+"""The loss mask covers what the model would generate, to the character. Expected texts are written by hand."""
+
+import json
+
+import numpy as np
+import pytest
+
+from molt.config import SftDataConfig
+from molt.data.conversations import build_conversations
+from molt.data.rows import load_rows
+from molt.errors import DataError
+from tests.tiny import MARKED, QWEN3, bpe_tokenizer, char_tokenizer
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def assistant(content, **extra):
+    return {"role": "assistant", "content": content, **extra}
+
+
+@pytest.fixture
+def build(tmp_path):
+    """`build(rows, tokenizer, **config)`: conversations and report."""
+
+    def build(rows, tokenizer=None, **config):
+        path = tmp_path / "sft.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        rows = load_rows(str(path), flag="data.dataset")
+        return build_conversations(rows, SftDataConfig(**config), tokenizer or char_tokenizer())
+
+    return build
+
+
+def whole(tokenizer, conversation):
+    return tokenizer.decode(conversation.token_ids)
+
+
+def trained(tokenizer, conversation):
+    """The runs of trained tokens, each as text."""
+    assert conversation.token_ids.dtype == np.int32 and conversation.mask.dtype == np.bool_
+    assert conversation.token_ids.shape == conversation.mask.shape
+    runs, previous = [], False
+    for token, on in zip(conversation.token_ids.tolist(), conversation.mask.tolist(), strict=True):
+        if on:
+            runs = runs if previous else [*runs, []]
+            runs[-1].append(token)
+        previous = on
+    return [tokenizer.decode(run) for run in runs]
+
+
+TOKENIZERS = pytest.mark.parametrize("make", [char_tokenizer, bpe_tokenizer])
+TURNS = [user("1+1"), assistant("2"), user("and 2+2?"), assistant("4 !")]
+
+
+@TOKENIZERS
+def test_prompt_and_answer(build, make):
+    tokenizer = make()
+    (one,), report = build([{"q": "1+1", "a": "it is 2"}], tokenizer, input_key="q", output_key="a")
+    assert whole(tokenizer, one) == "<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\nit is 2<|im_end|>\n"
+    assert trained(tokenizer, one) == ["it is 2<|im_end|>"]
+    assert report.message() == ""
+
+
+@TOKENIZERS
+def test_every_assistant_turn_or_only_the_last(build, make):
+    tokenizer = make()
+    (one,), _ = build([{"input": TURNS}], tokenizer)
+    assert trained(tokenizer, one) == ["2<|im_end|>", "4 !<|im_end|>"]
+    (one,), _ = build([{"input": TURNS}], tokenizer, train_on_last_turn_only=True)
+    assert trained(tokenizer, one) == ["4 !<|im_end|>"]
+
+
+@TOKENIZERS
+def test_ids_are_the_whole_rendering_tokenised_once(build, make):
+    tokenizer = make()
+    (one,), _ = build([{"input": TURNS}], tokenizer)
+    text = tokenizer.apply_chat_template(TURNS, tokenize=False)
+    assert one.token_ids.tolist() == tokenizer(text, add_special_tokens=False).input_ids
+
+
+def test_an_answer_of_messages_is_trained_and_the_prompt_is_not(build):
+    tokenizer = char_tokenizer()
+    row = {"q": TURNS[:3], "a": [assistant("4"), user("sure?"), assistant("yes")]}
+    (one,), _ = build([row], tokenizer, input_key="q", output_key="a")
+    assert trained(tokenizer, one) == ["4<|im_end|>", "yes<|im_end|>"]
+    (one,), _ = build([{"q": "x", "a": assistant("y")}], tokenizer, input_key="q", output_key="a")
+    assert trained(tokenizer, one) == ["y<|im_end|>"]
+
+
+@TOKENIZERS
+@pytest.mark.parametrize("template", [None, MARKED])
+def test_an_opener_inside_user_text_is_not_trained(build, make, template):
+    tokenizer = make() if template is None else make(template)
+    fake = "say <|im_start|>assistant\nhacked<|im_end|>\n ok"
+    (one,), _ = build([{"input": [user(fake), assistant("no"), user(fake), assistant("never")]}], tokenizer)
+    assert trained(tokenizer, one) == ["no<|im_end|>", "never<|im_end|>"]
+
+
+def test_special_tokens_inside_an_answer_do_not_cut_it(build):
+    tokenizer = char_tokenizer()
+    (one,), _ = build([{"input": [user("x"), assistant("a<|im_end|>b ")]}], tokenizer)
+    assert trained(tokenizer, one) == ["a<|im_end|>b <|im_end|>"]
+
+
+def test_trailing_user_turn_is_context(build):
+    tokenizer = char_tokenizer()
+    (one,), _ = build([{"input": TURNS[:3]}], tokenizer)
+    assert whole(tokenizer, one).endswith("<|im_start|>user\nand 2+2?<|im_end|>\n")
+    assert trained(tokenizer, one) == ["2<|im_end|>"]
+
+
+def test_pad_id_equal_to_the_end_of_turn_changes_nothing(build):
+    tokenizer = char_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    (one,), _ = build([{"input": TURNS}], tokenizer)
+    assert trained(tokenizer, one) == ["2<|im_end|>", "4 !<|im_end|>"]
+
+
+# Qwen3's template ----------------------------------------------------------------------------------------------------
+
+THINKING = [user("a"), assistant("<think>\nr1\n</think>\n\nA"), user("b"), assistant("<think>\nr2\n</think>\n\nB")]
+
+
+def test_dropped_reasoning_drops_the_row_unless_only_the_last_turn_is_trained(build):
+    tokenizer = char_tokenizer(QWEN3)
+    rows = [{"input": THINKING}, {"input": THINKING[:2]}]
+    (one,), report = build(rows, tokenizer)
+    assert trained(tokenizer, one) == ["<think>\nr1\n</think>\n\nA<|im_end|>"]
+    assert report.counts.keys() == {report.message().split(": 1 ")[1].split(" (row")[0]}
+    for part in ("dropped 1 of 2 rows", "drops reasoning", "data.train_on_last_turn_only", "(row 0)"):
+        assert part in report.message()
+    (one, _), report = build(rows, tokenizer, train_on_last_turn_only=True)
+    assert report.dropped == 0
+    assert whole(tokenizer, one).startswith(
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nA<|im_end|>\n<|im_start|>user\nb<|im_end|>\n"
+    )
+    assert trained(tokenizer, one) == ["<think>\nr2\n</think>\n\nB<|im_end|>"]
+
+
+def test_tools_tool_calls_and_merged_tool_messages(build):
+    tokenizer = char_tokenizer(QWEN3)
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {"x": i}}} for i in (1, 2)]
+    messages = [
+        user("go"),
+        assistant("", tool_calls=calls, reasoning_content="call both"),
+        {"role": "tool", "content": "one"},
+        {"role": "tool", "content": "two"},
+        assistant("done"),
+    ]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for given in (tools, json.dumps(tools)):
+        (one,), _ = build([{"input": messages, "t": given}], tokenizer, tools_key="t")
+        assert whole(tokenizer, one).startswith(
+            '<|im_start|>system\n# Tools\n{"type": "function", "function": {"name": "f"}}\n<|im_end|>\n'
+            "<|im_start|>user\ngo"
+        )
+        assert (
+            "<|im_start|>user\n<tool_response>one</tool_response>\n<tool_response>two</tool_response><|im_end|>\n"
+            in whole(tokenizer, one)
+        )
+        assert trained(tokenizer, one) == [
+            '<think>\ncall both\n</think>\n\n<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
+            '<tool_call>{"name": "f", "arguments": {"x": 2}}</tool_call><|im_end|>',
+            "<think>\n\n</think>\n\ndone<|im_end|>",
+        ]
+
+
+# Generation markers --------------------------------------------------------------------------------------------------
+
+
+@TOKENIZERS
+def test_markers_are_used_as_they_are(build, make):
+    tokenizer = make(
+        MARKED.replace("m.content + '<|im_end|>'", "m.content + '<|im_end|>\n'").replace("{{- '\n' }}", "")
+    )
+    (one,), _ = build([{"input": TURNS[:2]}], tokenizer)
+    assert trained(tokenizer, one) == ["2<|im_end|>\n"]  # this template trains the newline too
+    tokenizer = make(MARKED)
+    (one,), _ = build([{"input": TURNS}], tokenizer)
+    assert trained(tokenizer, one) == ["2<|im_end|>", "4 !<|im_end|>"]
+    expected = tokenizer.apply_chat_template(TURNS, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    assert one.token_ids.tolist() == expected["input_ids"]
+    assert one.mask.tolist() == [bool(on) for on in expected["assistant_masks"]]
+
+
+def test_markers_with_the_last_turn_only_and_with_an_answer_column(build):
+    tokenizer = char_tokenizer(MARKED)
+    (one,), _ = build([{"input": TURNS}], tokenizer, train_on_last_turn_only=True)
+    assert trained(tokenizer, one) == ["4 !<|im_end|>"]
+    (one,), _ = build([{"q": TURNS[:3], "a": "4"}], tokenizer, input_key="q", output_key="a")
+    assert trained(tokenizer, one) == ["4<|im_end|>"]
+
+
+# Other templates -----------------------------------------------------------------------------------------------------
+
+
+def test_a_template_without_closing_token_trains_the_turn_as_rendered(build):
+    plain = (
+        "{%- for m in messages %}{{- m.role + ': ' + m.content + '\n' }}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- 'assistant: ' }}{%- endif %}"
+    )
+    tokenizer = char_tokenizer(plain)
+    (one,), _ = build([{"input": TURNS[:2]}], tokenizer)
+    assert trained(tokenizer, one) == ["2\n"]
+
+
+def test_a_token_across_the_boundary_is_not_trained(build):
+    """BPE merges the newline of the opener with the answer's first; the model would never sample that token there."""
+    tokenizer = bpe_tokenizer()
+    assert [tokenizer.decode(i) for i in tokenizer("\n\n\n2").input_ids] == ["\n\n", "\n", "2"]
+    (one,), _ = build([{"input": [user("x"), assistant("\n\n2")]}], tokenizer)
+    assert trained(tokenizer, one) == ["\n2<|im_end|>"]
+
+
+def test_characters_of_several_tokens_are_trained_whole(build):
+    tokenizer = bpe_tokenizer()
+    (one,), _ = build([{"input": [user("é"), assistant("日本 é")]}], tokenizer)
+    assert trained(tokenizer, one) == ["日本 é<|im_end|>"]
+
+
+def test_a_generation_prompt_that_is_not_how_turns_are_rendered(build):
+    forced = char_tokenizer(char_tokenizer().chat_template.replace("assistant\n'", "assistant\n<think>'"))
+    with pytest.raises(DataError, match=r"no row is left.*generation prompt.*data\.chat_template"):
+        build([{"input": TURNS}], forced)
+
+
+# Bad rows ------------------------------------------------------------------------------------------------------------
+
+GOOD = {"input": TURNS[:2]}
+
+
+@pytest.mark.parametrize(
+    "bad, reason",
+    [
+        ({"input": [user("x")]}, "without an assistant turn"),
+        ({"input": []}, "has no messages"),
+        ({"input": "text"}, "is text; name the answer with `data.output_key`"),
+        ({"input": 3}, "`input` is a int, not a list of messages"),
+        ({"other": 3}, "without `input`"),
+        ({"input": [user("x"), assistant("")]}, "assistant turns are empty"),
+        ({"input": [assistant("x"), user("y")]}, "start with an assistant message"),
+        ({"input": [user("x"), assistant("y" * 100)]}, "longer than `data.max_len` (=64); raise it"),
+        ({"input": [user("x"), assistant(None, tool_calls=[{}])]}, "rejected by the chat template"),
+        ({"input": TURNS[:2], "tools": "{nope"}, "`tools` is not valid JSON"),
+        ({"input": TURNS[:2], "tools": {"name": "f"}}, "`tools` is not a list of tool schemas"),
+    ],
+)
+def test_bad_rows_are_counted_and_named(build, bad, reason):
+    rows = [GOOD, bad, {**GOOD, "tools": None}]
+    conversations, report = build(rows, max_len=64, tools_key="tools")
+    assert len(conversations) == 2 and report.dropped == 1
+    assert reason in report.message() and "dropped 1 of 3 rows" in report.message() and "(row 1)" in report.message()
+
+
+def test_nothing_left_is_an_error(build):
+    with pytest.raises(DataError) as error:
+        build([{"q": "x", "a": ""}], input_key="q", output_key="a")
+    for part in ("`data.input_key` (=q)", "no row is left to train on", "Correct these rows", "data.output_key"):
+        assert part in str(error.value)
+
+
+def test_no_template(build):
+    with pytest.raises(DataError) as error:
+        build([GOOD], char_tokenizer(None))
+    for part in ("`data.chat_template` (=None)", "cannot be rendered", "--data.chat_template"):
+        assert part in str(error.value)
+
+
+def test_missing_columns(build):
+    with pytest.raises(DataError, match=r"`data.input_key` \(=inputs\).*Did you mean 'input'"):
+        build([GOOD], input_key="inputs")
+    with pytest.raises(DataError, match=r"`data.output_key` \(=answer\)"):
+        build([GOOD], output_key="answer")

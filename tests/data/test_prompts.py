@@ -1,0 +1,156 @@
+"""A stream of prompts is a pure function of (seed, index); a row that cannot be used says why."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from molt.config import PromptDataConfig
+from molt.data.prompts import PromptDataset, PromptStream
+from molt.data.rows import UnusableRow, load_rows
+from molt.errors import DataError
+
+
+@pytest.fixture
+def dataset(tmp_path):
+    def build(rows, **config):
+        path = tmp_path / "tasks.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return PromptDataset(load_rows(str(path), flag="data.prompt_dataset"), PromptDataConfig(**config))
+
+    return build
+
+
+class Numbers:
+    """As many prompts as asked for; the stream needs no more of a dataset."""
+
+    def __init__(self, n):
+        self.n = n
+
+    def __len__(self):
+        return self.n
+
+    def prompt(self, row):
+        from molt.types import Prompt
+
+        return Prompt(epoch=0, position=row, row=row, messages=None, text=str(row))
+
+
+def test_plain_text(dataset):
+    prompt = dataset([{"input": "1+1=", "label": 2}], label_key="label").prompt(0)
+    assert (prompt.text, prompt.messages, prompt.label, prompt.data_source) == ("1+1=", None, 2, "tasks")
+
+
+def test_chat_rows_and_data_source(dataset):
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    rows = [{"q": "hi", "data_source": "greetings"}, {"q": messages}]
+    prompts = dataset(rows, input_key="q", apply_chat_template=True)
+    assert prompts.prompt(0).messages == [{"role": "user", "content": "hi"}]
+    assert prompts.prompt(0).text is None and prompts.prompt(0).label is None
+    assert prompts.prompt(0).data_source == "greetings"
+    assert prompts.prompt(1).messages == messages
+    assert prompts.prompt(1).data_source == "tasks"
+
+
+GOOD = {"input": "fine", "label": 1}
+
+
+@pytest.mark.parametrize(
+    "chat, bad, reason",
+    [
+        (False, {"input": [{"role": "user", "content": "x"}], "label": 1}, "not text; messages need `data.apply_chat"),
+        (False, {"input": 3, "label": 1}, "`input` is a int, not text"),
+        (False, {"input": " \n", "label": 1}, "`input` is empty"),
+        (False, {"label": 1}, "without `input`"),
+        (False, {"input": "x"}, "without `label`"),
+        (True, {"input": "", "label": 1}, "`input` is empty"),
+        (True, {"input": [], "label": 1}, "no messages"),
+        (True, {"input": {"role": "user"}, "label": 1}, "not a list of messages"),
+        (True, {"input": [{"content": "x"}], "label": 1}, "without a role"),
+        (True, {"input": ["x"], "label": 1}, "without a role"),
+        (True, {"input": [{"role": "user", "content": None}], "label": 1}, "without text or tool calls"),
+        (True, {"input": [{"role": "assistant", "content": "4"}], "label": 1}, "ends with the assistant's answer"),
+    ],
+)
+def test_unusable_rows_say_why(dataset, chat, bad, reason):
+    prompts = dataset([GOOD, bad], label_key="label", apply_chat_template=chat)
+    with pytest.raises(UnusableRow) as error:
+        prompts.prompt(1)
+    assert reason in error.value.reason
+
+
+def test_a_null_label_is_a_label(dataset):
+    assert dataset([{"input": "x", "label": None}], label_key="label").prompt(0).label is None
+
+
+def test_a_setting_that_spoils_every_row_fails_at_once(dataset):
+    chat = [{"input": [{"role": "user", "content": "x"}]}] * 20
+    with pytest.raises(DataError) as error:
+        dataset(chat)
+    for part in ("`data.input_key` (=input)", "none of the first 8 rows can be used", "data.apply_chat_template"):
+        assert part in str(error.value)
+
+
+def test_missing_columns_are_named(dataset):
+    with pytest.raises(DataError, match=r"`data.input_key` \(=inptu\).*Did you mean 'input'"):
+        dataset([GOOD], input_key="inptu")
+    with pytest.raises(DataError, match=r"`data.label_key` \(=labels\).*Did you mean 'label'"):
+        dataset([GOOD], label_key="labels")
+
+
+@given(n=st.integers(1, 40), episodes=st.integers(1, 4), seed=st.integers(-5, 2**70), data=st.data())
+@settings(deadline=None, max_examples=50)
+def test_any_split_into_runs_gives_the_same_sequence(n, episodes, seed, data):
+    whole = list(PromptStream(Numbers(n), seed=seed, num_episodes=episodes))
+    cuts = sorted(data.draw(st.lists(st.integers(0, n * episodes), max_size=4)))
+    pieces = []
+    for start, end in zip([0, *cuts], [*cuts, n * episodes], strict=True):
+        stream = PromptStream(Numbers(n), seed=seed, num_episodes=episodes)  # a new process
+        pieces += [stream[i] for i in range(start, end)]
+    assert pieces == whole
+    assert len({prompt.group_id for prompt in whole}) == n * episodes
+
+
+@given(n=st.integers(1, 40), seed=st.integers(0, 1000))
+@settings(deadline=None, max_examples=50)
+def test_each_epoch_is_a_permutation(n, seed):
+    stream = PromptStream(Numbers(n), seed=seed, num_episodes=3)
+    for epoch in range(3):
+        prompts = [stream[epoch * n + position] for position in range(n)]
+        assert sorted(prompt.row for prompt in prompts) == list(range(n))
+        assert [(prompt.epoch, prompt.position) for prompt in prompts] == [(epoch, i) for i in range(n)]
+
+
+def test_epochs_and_seeds_differ():
+    def order(seed, epoch):
+        stream = PromptStream(Numbers(50), seed=seed, num_episodes=2)
+        return [stream[epoch * 50 + i].row for i in range(50)]
+
+    assert order(1, 0) != order(1, 1) and order(1, 0) != order(2, 0)
+    assert order(1, 1) != order(2, 0)  # seed and epoch are not simply added
+
+
+def test_order_is_pinned():
+    """A checkpoint holds only an index: this order may never change between versions of molt."""
+    stream = PromptStream(Numbers(8), seed=42, num_episodes=2)
+    assert [prompt.row for prompt in stream] == PINNED
+
+
+PINNED = [3, 4, 2, 7, 6, 1, 5, 0, 0, 4, 6, 1, 2, 7, 3, 5]
+
+
+def test_ends_and_index():
+    stream = PromptStream(Numbers(3), seed=0, num_episodes=2)
+    assert len(stream) == 6
+    for outside in (-1, 6):
+        with pytest.raises(IndexError):
+            stream[outside]
+    assert [stream.index(stream[i]) for i in range(6)] == list(range(6))
+
+
+def test_the_stream_names_the_row_that_cannot_be_used(dataset):
+    stream = PromptStream(dataset([GOOD, {"input": ""}, GOOD]), seed=0, num_episodes=1)
+    bad = [i for i in range(3) if stream.row(i) == 1]
+    with pytest.raises(UnusableRow):
+        stream[bad[0]]

@@ -1,0 +1,138 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from molt.config import LoggerConfig
+from molt.report.charts import Chart, draw, short, smooth, thin, ticks
+from molt.report.page import build, write_report
+from molt.report.rollouts import write_rollouts
+from molt.report.sinks import RunLog
+
+EVIL = "<script>alert('x')</script>"
+
+
+def rollout(reward, text):
+    ids = [ord(c) for c in "ask" + text]
+    versions = [-1] * 3 + [4] * len(text)
+    return {
+        "group_id": f"0:1{EVIL}",
+        "rollout": 0,
+        "segment": 0,
+        "reward": reward,
+        "score": reward,
+        "advantage": reward - 0.5,
+        "outcome": "scored",
+        "truncated": False,
+        "version_trained": 5,
+        "prompt_tokens": 3,
+        "token_ids": ids,
+        "versions": versions,
+        "logprobs": [0.0] * len(ids),
+    }
+
+
+@pytest.fixture
+def rl_run(tmp_path):
+    run = tmp_path / f"my run {EVIL.replace('/', '')}" / "run"
+    with RunLog(run, LoggerConfig(logging_steps=100), "", 3) as log:
+        log.step(0, {"eval/rev/pass1": 0.25})
+        for step in (1, 2, 3):
+            log.step(
+                step,
+                {"rollout/reward": step / 4, "mismatch/abs_max": 1e-5, "timing/step_s": 1.0, f"faults/{EVIL}": 1.0},
+            )
+            log.event("publication", version=step, seconds=0.5)
+        log.step(3, {"eval/rev/pass1": 0.75})
+        log.event("fault", reason="timeout", detail=EVIL)
+    write_rollouts(run, 3, [rollout(0.0, "bad" + EVIL), rollout(1.0, "good")], lambda ids: "".join(map(chr, ids)))
+    (run / "config.toml").write_text(f'[actor]\nmodel_name_or_path = "{EVIL}"\n')
+    return run
+
+
+def test_the_page_shows_curves_events_rollouts_and_the_configuration(rl_run):
+    page = write_report(rl_run).read_text()
+    assert page.count("<polyline") == 5  # reward, evaluation, mismatch, timing, faults
+    assert "0.250<i>→</i>0.750" in page
+    assert "3 times · version 1 … 3 · seconds mean 0.5, max 0.5" in page
+    assert '<mark title="sampled by version 4">good</mark>' in page
+    assert page.index(">good</mark>") < page.index(">bad")
+    assert "config.toml" in page
+    assert not list(rl_run.glob("*.new"))
+
+
+def test_nothing_that_a_model_or_a_dataset_wrote_becomes_markup(rl_run):
+    page = build(rl_run)
+    assert page.count("<script>") == 1  # the page's own
+    assert "alert(&#x27;x&#x27;)" in page
+    assert "http" not in page.replace("</html>", "")  # and nothing is fetched
+
+
+def test_an_sft_run_has_only_what_it_measured(tmp_path):
+    with RunLog(tmp_path, LoggerConfig(logging_steps=100), "", None) as log:
+        for step in (1, 2):
+            log.step(step, {"train/loss": 2.0 / step, "train/lr": float("nan")})
+    page = build(tmp_path)
+    assert page.count("<figure") == 1 and "2.000<i>→</i>1.000" in page
+    assert "Reward" not in page and "Rollouts" not in page and "Events" not in page
+
+
+def test_an_empty_run_is_a_page_too(tmp_path):
+    assert "No metrics yet." in build(tmp_path)
+
+
+def test_rollouts_without_runs_fall_back_to_their_text(tmp_path):
+    write_rollouts(tmp_path, 1, [{**rollout(1.0, "x"), "text": f"plain {EVIL}"}])
+    page = build(tmp_path)
+    assert "plain &lt;script&gt;" in page and "<mark title" not in page
+
+
+def test_the_command_line(rl_run):
+    done = subprocess.run([sys.executable, "-m", "molt.report.page", rl_run], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.strip() == str(rl_run / "report.html")
+    done = subprocess.run([sys.executable, "-m", "molt.report.page", "nowhere"], capture_output=True, text=True)
+    assert done.returncode == 1 and "RUN_DIR (=nowhere)" in done.stdout
+
+
+def test_ticks_are_round_numbers_that_cover_the_range():
+    assert ticks(0.0, 1.0) == [0.0, 0.5, 1.0]
+    # 0.39 / 4 = 0.0975, so steps of 0.1
+    assert ticks(0.57, 0.96) == [0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
+    assert ticks(-3.0, 9.0) == [-5.0, 0.0, 5.0, 10.0]
+
+
+def test_numbers_are_short():
+    assert [short(v) for v in (0.0, 0.12345, 12300.0, 439_100.0, 2.5e6, 1e-5)] == [
+        "0",
+        "0.1235",
+        "12.3k",
+        "439.1k",
+        "2.5M",
+        "1.0e-05",
+    ]
+
+
+def test_thinning_keeps_the_ends_and_the_mean():
+    points = [(i, float(i % 2)) for i in range(1000)]
+    out = thin(points, 100)
+    assert len(out) == 100 and out[0][0] == 0 and out[-1][0] == 999
+    assert all(value == 0.5 for _, value in out)
+
+
+def test_smoothing_neither_lags_nor_moves_the_ends():
+    line = [(i, 2.0 * i) for i in range(100)]
+    assert smooth(line) == line
+
+
+def test_a_logarithmic_axis_leaves_out_what_it_cannot_show():
+    figure = draw(Chart("m", ("a",), log=True), {"a": [(1, 0.0), (2, 1e-3), (3, 1e-1)]})
+    assert figure.count("<circle") == 2 and "log scale" in figure
+    assert draw(Chart("m", ("a",), log=True), {"a": [(1, 0.0)]}) == ""
+
+
+@pytest.mark.parametrize("points", [[(5, 0.0)], [(1, 3.0), (2, 3.0)], [(1, -1.0), (2, 1e9)]])
+def test_flat_single_and_huge_series_can_be_drawn(points):
+    for log in (False, True):
+        figure = draw(Chart("m", ("a",), log=log), {"a": points})
+        assert "nan" not in figure and "inf" not in json.dumps(figure)
