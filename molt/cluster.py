@@ -55,7 +55,7 @@ class Cluster:
 
 def start_ray(config: RLConfig) -> None:
     """Join the Ray cluster of this machine (`ray start`), or start a local one that ends with this driver."""
-    device = resolve_device(config.fsdp)
+    device = resolve_device(config.fsdp.device)
     variables = THIRD_PARTY_ENV | (CPU_ENV if device.type == "cpu" else {})
     if Path(config.actor.model_name_or_path).exists():
         variables["HF_HUB_OFFLINE"] = "1"
@@ -90,11 +90,11 @@ def engine_dtype(config: RLConfig) -> torch.dtype:
     """What the engines hold and the trainer publishes; unset: the trainer's compute dtype."""
     if config.vllm.dtype != "auto":
         return DTYPES[config.vllm.dtype]
-    return param_dtype(config.fsdp, resolve_device(config.fsdp))
+    return param_dtype(config.fsdp, resolve_device(config.fsdp.device))
 
 
 def engine_settings(config: RLConfig) -> EngineSettings:
-    device = resolve_device(config.fsdp)
+    device = resolve_device(config.fsdp.device)
     transfer = config.vllm.weight_transfer
     return EngineSettings(
         model=config.actor.model_name_or_path,
@@ -142,7 +142,7 @@ async def start(config: RLConfig, total_optimizer_steps: int, engine_worker: Any
 
     engine_worker: the Ray actor class of an `Engine`; the tests have one without vLLM.
     """
-    device = resolve_device(config.fsdp)
+    device = resolve_device(config.fsdp.device)
     gpus = 0 if device.type == "cpu" else int(ray.cluster_resources().get("GPU", 0))
     ranks = policy_ranks(config, gpus)
     tensor_parallel = config.vllm.tensor_parallel_size

@@ -11,7 +11,7 @@ from molt.report.rollouts import write_rollouts
 from molt.report.sinks import RunLog
 from molt.rollout.buffer import load_buffer, save_buffer
 from molt.rollout.producer import Producer, own
-from molt.train.checkpoint import commit, prune
+from molt.train.checkpoint import begin, commit, prune
 from molt.types import Group, Metric, PolicyFailure, Sample
 
 if TYPE_CHECKING:
@@ -50,14 +50,14 @@ class Records:
             if 0 <= limit <= len(rows):
                 break
             rows += _rows(group, values_, await group.samples, step)
-        write_rollouts(self.log.run_dir, step, rows[: limit if limit >= 0 else None], self.renderer.decode_raw)
+        write_rollouts(self.log.run_dir, step, rows[: limit if limit >= 0 else None], self.renderer.tokenizer.decode)
 
     async def save(self, run: "Run") -> Path:
         """A complete checkpoint of this moment between two steps; the newest `ckpt.max_num` are kept."""
         ledger, finished = run.producer.ledger(), run.producer.finished_groups()
-        folder = self.config.ckpt.checkpoints
-        await run.cluster.policy.save(folder, run.step)
-        aside = folder / f"step_{run.step:06d}.tmp"
+        folder = self.config.ckpt.checkpoints.resolve()
+        aside = begin(folder, run.step)
+        await run.cluster.policy.save(aside)
         save_buffer(aside, finished, [await group.samples for group in finished])
         (aside / "loop.json").write_text(json.dumps({"step": run.step, "ledger": ledger}))
         path = commit(aside)
@@ -71,7 +71,8 @@ class Records:
         """Continue where `path` was saved."""
         await run.cluster.policy.load(path)
         state = json.loads((path / "loop.json").read_text())
-        groups, samples = load_buffer(path, run.producer.stream.at)
+        stream = run.producer.stream
+        groups, samples = load_buffer(path, lambda epoch, position: stream[stream.index(epoch, position)])
         for group, heavy in zip(groups, samples, strict=True):
             group.samples = own(heavy)
         run.step = state["step"]
@@ -96,9 +97,8 @@ def _rollout_metrics(group: Group) -> dict[str, Metric]:
         "rollout/mixed_groups": Metric(len({r.reward for r in rollouts}) > 1),
         "timing/rollout_s": Metric(sum(r.duration_s for r in rollouts), n),
     }
-    for rollout in rollouts:
-        metrics |= {f"rollout/info/{name}": Metric(value) for name, value in rollout.metrics.items()}
-    return metrics
+    info = [{f"rollout/info/{name}": Metric(value) for name, value in r.metrics.items()} for r in rollouts]
+    return merge([metrics, *info])
 
 
 def _rows(group: Group, advantages: list[float], samples: list[list[Sample]], step: int) -> list[dict[str, Any]]:

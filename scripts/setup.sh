@@ -38,14 +38,16 @@ find_python() {
     return 1
 }
 
+# Why the packages failed, if it is what usually fails: pip sees other torch versions, but not this one.
 explain_torch() {
-    if grep -qE 'torch==2\.13\.0\+cpu' "$log" && grep -qiE 'no matching distribution|resolutionimpossible|could not find' "$log"; then
-        echo "setup: this machine's pip does not find torch 2.13.0+cpu: the CPU build of vLLM runs with no other torch." \
+    if "${pip[@]}" install -q --dry-run --no-deps "$torch" 2>&1 | grep -q 'from versions: [0-9]'; then
+        echo "setup: this machine's pip does not find $torch: the CPU build of vLLM runs with no other torch." \
             "Set PIP_EXTRA_INDEX_URL to PyTorch's CPU wheel index and run make setup again." >&2
     fi
     return 1
 }
 
+torch=$(grep '^torch==' constraints/cpu.txt)
 python=$(find_python)
 [ -x .venv/bin/python ] || phase "environment in .venv" "$python" -m venv .venv
 rm -f "$stamp"

@@ -6,6 +6,7 @@ user(observation)]`, and the text after ANSWER (the closing of the turn, the ope
 message, the generation prompt) is what follows the generated ids.
 """
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,15 @@ def _template_text(chat_template: str) -> str:
             f"rendered.{did_you_mean(path.name, near)} Give the path of a template, or the template itself."
         )
     return path.read_text(encoding="utf-8")
+
+
+def load_renderer(model_name_or_path: str, chat_template: str | None, *, apply_chat_template: bool) -> "Renderer":
+    """The renderer of a model, with all end tokens that its generation config names."""
+    config = Path(model_name_or_path) / "generation_config.json"
+    ends = json.loads(config.read_text()).get("eos_token_id") if config.is_file() else None
+    tokenizer = load_tokenizer(model_name_or_path, chat_template)
+    eos_ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    return Renderer(tokenizer, apply_chat_template=apply_chat_template, eos_ids=eos_ids)
 
 
 def require_template(tokenizer) -> None:

@@ -110,9 +110,9 @@ class PromptStream:
         epoch, position = divmod(i, len(self.dataset))
         return replace(self.dataset.prompt(self.row(i)), epoch=epoch, position=position)
 
-    def index(self, prompt: Prompt) -> int:
-        """Where in the stream a prompt of it came from: `stream[stream.index(prompt)] == prompt`."""
-        return prompt.epoch * len(self.dataset) + prompt.position
+    def index(self, epoch: int, position: int) -> int:
+        """Where in the stream the prompt of that identity is."""
+        return epoch * len(self.dataset) + position
 
     def row(self, i: int) -> int:
         """The dataset row behind `stream[i]`, whether it can be used or not."""

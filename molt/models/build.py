@@ -61,17 +61,16 @@ def load_config(path: str, max_len: int | None = None) -> PreTrainedConfig:
             "Give a local directory with config.json, or a hub name that transformers knows."
         ) from error
     names = config.architectures or []
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or any(
-        not n.endswith(("ForCausalLM", "LMHeadModel")) for n in names
-    ):
+    generates = all(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or not generates:
         raise ConfigError(
-            f"{setting} is {names or type(config).__name__}, not a causal LM: it cannot generate text. Use one."
+            f"{setting} is {names or type(config).__name__}, not a causal LM: it cannot generate text. Use one that can."
         )
     scales = {name: getattr(config, name) for name in LOGIT_SCALES if getattr(config, name, 1.0) not in (None, 1.0)}
     if scales:
         raise ConfigError(f"{setting} scales its logits ({scales}): log-probs would be wrong. Use another model.")
-    context = getattr(config, "max_position_embeddings", None)
-    if max_len and context and max_len > context:
+    context, rope = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None) or {}
+    if max_len and context and max_len > context and "factor" not in rope:
         raise ConfigError(
             f"`data.max_len` (={max_len}) exceeds the {context} positions of {path}: "
             f"the model has never seen such positions and engines refuse them. Use at most {context}."
@@ -105,11 +104,12 @@ def build_policy(
     _disable_dropout(causal_lm)
     if model_config.gradient_checkpoint == "full":
         causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model, dtype = PolicyModel(causal_lm).train(), param_dtype(fsdp_config, device)
+    dtype = param_dtype(fsdp_config, device)
+    model = PolicyModel(causal_lm, dtype).train()
     if mesh.size() == 1 and dtype == torch.float32:
         # One rank without mixed precision has nothing to shard or cast; FSDP would cost a tiny model 12-32 %.
         return model.to(device)
-    return shard(model, mesh, dtype)
+    return shard(model, mesh)
 
 
 def _disable_dropout(model: nn.Module) -> None:
@@ -121,9 +121,9 @@ def _disable_dropout(model: nn.Module) -> None:
             module.attention_dropout = 0.0
 
 
-def shard(model: PolicyModel, mesh: DeviceMesh, dtype: torch.dtype) -> PolicyModel:
+def shard(model: PolicyModel, mesh: DeviceMesh) -> PolicyModel:
     """FSDP2 over each decoder layer and the root; gradients are summed over ranks in float32."""
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=model.compute_dtype, reduce_dtype=torch.float32)
     layers = set(model.causal_lm._no_split_modules or ())
     modules = [m for m in model.modules() if type(m).__name__ in layers and m is not model] + [model]
     for module in modules:

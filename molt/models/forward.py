@@ -1,5 +1,6 @@
 """The policy as one module: token ids in, log-probs and entropies out."""
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -13,9 +14,9 @@ class PolicyModel(nn.Module):
     FSDP keeps the parameters of the root (embeddings, final norm, head) unsharded exactly there.
     """
 
-    def __init__(self, causal_lm: PreTrainedModel):
+    def __init__(self, causal_lm: PreTrainedModel, compute_dtype: torch.dtype = torch.float32):
         super().__init__()
-        self.causal_lm = causal_lm
+        self.causal_lm, self.compute_dtype = causal_lm, compute_dtype
 
     @property
     def config(self):

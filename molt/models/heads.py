@@ -22,7 +22,7 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float 
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
-    """logprob[i] = z[i, token_i] - logsumexp(z[i]) with z = (hidden W' + bias) / temperature; entropy without gradient."""
+    """logprob[i] = z[i, token_i] - logsumexp(z[i]), z = (hidden W' + bias) / temperature; entropy without gradient."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, token_ids, temperature, softcap, chunk):
@@ -71,14 +71,14 @@ class _ChunkedLogProbs(torch.autograd.Function):
         return d_hidden, d_weight, None if d_bias is None else d_bias.to(bias.dtype), None, None, None, None
 
 
-def _scored_tokens(token_ids: Tensor, cu_seqlens: Tensor | None, needed: Tensor | None) -> Tensor:
-    """Flat indices int64 [n] of the tokens to score: needed, and not the first of their sequence."""
+def _scored(token_ids: Tensor, cu_seqlens: Tensor | None, needed: Tensor | None) -> Tensor:
+    """bool [B, T]: needed, and not the first token of its sequence."""
     scored = torch.ones_like(token_ids, dtype=torch.bool) if needed is None else needed.clone()
     if cu_seqlens is None:
         scored[:, 0] = False
     else:
         scored[0, cu_seqlens[:-1].long()] = False
-    return scored.flatten().nonzero()[:, 0]
+    return scored
 
 
 def token_logprobs(
@@ -104,15 +104,17 @@ def token_logprobs(
     """
     if chunk_elements is None:  # large enough to keep the matrix units busy, small against the activations
         chunk_elements = 2**22 if hidden.device.type == "cpu" else 2**26
-    index = _scored_tokens(token_ids, cu_seqlens, needed)
-    logprobs, entropy = _ChunkedLogProbs.apply(
+    scored = _scored(token_ids, cu_seqlens, needed)
+    index = scored.flatten().nonzero()[:, 0]
+    per_token = _ChunkedLogProbs.apply(
         hidden.flatten(0, 1).index_select(0, index - 1),  # THE shift
         weight,
         bias,
-        token_ids.flatten()[index],
+        token_ids[scored],
         temperature,
         softcap,
         max(1, chunk_elements // len(weight)),
     )
-    zeros = logprobs.new_zeros(token_ids.numel())
-    return tuple(zeros.index_copy(0, index, values).view_as(token_ids) for values in (logprobs, entropy))
+    zeros = torch.zeros_like(token_ids, dtype=torch.float32)
+    logprobs, entropy = (zeros.masked_scatter(scored, values) for values in per_token)
+    return logprobs, entropy

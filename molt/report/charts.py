@@ -53,11 +53,10 @@ def thin(points: Series, limit: int = MAX_POINTS) -> Series:
 
 
 def smooth(points: Series) -> Series:
-    """Mean over a centred window of 1/12 of all points, narrower at the ends: no lag, no shifted start."""
+    """Mean over a centred window of 1/12 of all points, cut off at the ends: no lag."""
     half, out = len(points) // 24, []
     for i, (step, _) in enumerate(points):
-        reach = min(half, i, len(points) - 1 - i)
-        window = points[i - reach : i + reach + 1]
+        window = points[max(0, i - half) : i + half + 1]
         out.append((step, sum(value for _, value in window) / len(window)))
     return out
 

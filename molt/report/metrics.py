@@ -29,9 +29,12 @@ def _together(name: str, a: Metric, b: Metric) -> Metric:
 
 
 def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """`total / count`, for a maximum `total`. What nothing was counted for has no value and is left out."""
+    """`total / count`; for a maximum, and for `faults/*`, which are counted and not averaged, `total`.
+
+    What nothing was counted for has no value and is left out.
+    """
     return {
-        name: float(metric.total if is_max(name) else metric.total / metric.count)
+        name: float(metric.total if is_max(name) or name.startswith("faults/") else metric.total / metric.count)
         for name, metric in metrics.items()
         if metric.count
     }

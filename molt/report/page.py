@@ -37,7 +37,7 @@ CHARTS = (
         log=True,
         note="largest |log ratio| of a token: trainer now, engine when it sampled",
     ),
-    Chart("Staleness", ("staleness/max", "staleness/mean"), zero=True, noisy=False, note="training batches"),
+    Chart("Staleness", ("staleness/max", "staleness/mean"), zero=True, note="training batches"),
     Chart("Gradient norm", ("train/grad_norm",), log=True),
     Chart("Learning rate", ("train/lr",), zero=True, noisy=False),
     Chart("Truncated", ("rollout/truncated",), zero=True, note="fraction of rollouts that ran out of context or turns"),
@@ -235,13 +235,14 @@ def build(run_dir: Path) -> str:
     here = Path(__file__)
     lead, config = _config(run_dir)
     name = run_dir.resolve().parent.name if run_dir.resolve().name == "run" else run_dir.resolve().name
-    charts = "".join(draw(chart, series) for chart in CHARTS)
+    charts = "".join(draw(chart, series) for chart in CHARTS) or "No metrics yet."
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{E(name)} · molt</title><style>{here.with_suffix('.css').read_text()}</style>"
         f'<main><h1>{E(name)}</h1><p class="lead">{E(lead)}</p>{key_numbers(series, times)}'
-        f'<h2>Curves</h2><p class="lead">Thin: single steps. Bold: their moving mean.</p><div class="charts">{charts or "No metrics yet."}</div>'
+        f'<h2>Curves</h2><p class="lead">Thin: single steps. Bold: their moving mean.</p>'
+        f'<div class="charts">{charts}</div>'
         f"{rollout_cards(run_dir)}{events_table(run_dir)}{config}</main>"
         f"<script>{here.with_suffix('.js').read_text()}</script></html>"
     )

@@ -87,7 +87,7 @@ class RunLog:
         evaluated = any(name.startswith("eval/") for name in metrics)
         if evaluated or step % self.logger.logging_steps == 0 or step == self.total_steps:
             self._console.print(step_line(step, self.total_steps, metrics), highlight=False)
-        if self._progress is not None:
+        if self._progress is not None and not evaluated:  # an evaluation may end after a later step
             self._progress.update(self._task, completed=step)
 
     def _to_tensorboard(self, step: int, metrics: Mapping[str, float]) -> None:

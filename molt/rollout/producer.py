@@ -17,10 +17,11 @@ import ray
 from ray.exceptions import RayActorError
 
 from molt.config import RolloutConfig
+from molt.data.rows import UnusableRow
 from molt.errors import FailureRateError, MoltError, StalledError
 from molt.rollout.admission import may_start, select_batch
 from molt.rollout.runner_worker import GroupResult, GroupTask
-from molt.types import Group, InfraFailure, Metric, Prompt
+from molt.types import Group, InfraFailure, Metric, Prompt, Sample
 
 MIN_ATTEMPTS = 20
 """Rollout attempts before a failure rate means anything."""
@@ -33,7 +34,12 @@ class PromptStream(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> Prompt: ...
-    def index(self, prompt: Prompt) -> int: ...
+    def index(self, epoch: int, position: int) -> int: ...
+
+
+def own(samples: list[list[Sample]]) -> ray.ObjectRef:
+    """A reference, owned by the driver, to samples that came from a checkpoint."""
+    return ray.put(samples)
 
 
 class RunnerPool:
@@ -44,6 +50,11 @@ class RunnerPool:
         self.deadline_s = deadline_s
         self.attempts = attempts
         self.in_flight = [0] * len(runners)
+
+    @property
+    def patience_s(self) -> float:
+        """No group takes longer than this to finish or fail."""
+        return self.deadline_s * self.attempts + GRACE_S
 
     async def run_group(self, task: GroupTask) -> tuple[GroupResult, ray.ObjectRef]:
         """The light result, and a reference to the samples. Raises `InfraFailure("runner")`."""
@@ -108,6 +119,7 @@ class Producer:
         self.queue, self.max_staleness = queue, max_staleness
         self.on_event = on_event
         self.version = 0
+        self.stopping = False
         self.position = 0
         self.order = 0
         self.open: dict[str, Group] = {}
@@ -145,7 +157,7 @@ class Producer:
 
         Raises `StalledError` when nothing finishes for `stalled_after_s`, and what stopped `run`.
         """
-        while self.open or not self.exhausted:
+        while not self.stopping and (self.open or not self.exhausted):
             if self.error is not None:
                 raise self.error
             selected = select_batch(
@@ -171,6 +183,11 @@ class Producer:
         self.version = version
         self._notify()
 
+    def stop(self) -> None:
+        """The learner gets no further batch; what is open stays open, for the checkpoint."""
+        self.stopping = True
+        self._notify()
+
     @property
     def exhausted(self) -> bool:
         """No further group can start."""
@@ -180,7 +197,7 @@ class Producer:
         """What a checkpoint holds of the prompts: the next position, and who is open."""
         return {
             "position": self.position,
-            "in_flight": [self.stream.index(g.prompt) for g in self._by_order() if not g.finished],
+            "in_flight": [self.stream.index(g.prompt.epoch, g.prompt.position) for g in self._by_order() if not g.finished],
         }
 
     def restore(self, ledger: dict[str, Any], finished: Sequence[Group], version: int) -> None:
@@ -221,7 +238,7 @@ class Producer:
             self.position += 1
             try:
                 return self.stream[index]
-            except ValueError as error:  # UnusableRow
+            except UnusableRow as error:
                 self._discard(None, "unusable_row", str(error))
         return None
 

@@ -14,7 +14,8 @@ import ray
 
 from molt.agents.load import load_runner
 from molt.agents.step_runner import Episode, EpisodeContext
-from molt.chat.render import Renderer, load_tokenizer
+from molt.chat.render import load_renderer
+from molt.data.rows import UnusableRow
 from molt.rollout.engine_worker import Sampling
 from molt.rollout.pool import EnginePool
 from molt.rollout.samples import describe, to_sample
@@ -64,8 +65,9 @@ class RunnerWorker:
     def __init__(self, settings: RunnerSettings, engines: Sequence[ray.actor.ActorHandle], name: str):
         self.settings = settings
         self.pool = EnginePool(engines, name)
-        tokenizer = load_tokenizer(settings.model, settings.chat_template)
-        self.renderer = Renderer(tokenizer, apply_chat_template=settings.apply_chat_template)
+        self.renderer = load_renderer(
+            settings.model, settings.chat_template, apply_chat_template=settings.apply_chat_template
+        )
         self.runner = load_runner(settings.agent_path)
 
     async def ready(self) -> None:
@@ -73,7 +75,10 @@ class RunnerWorker:
 
     async def run_group(self, task: GroupTask) -> tuple[GroupResult, list[list[Sample]]]:
         """All rollouts of a group; a failed one is retried here, within `max_retries`."""
-        length = len(self.renderer.prompt_ids(task.prompt))
+        try:
+            length = len(self.renderer.prompt_ids(task.prompt))
+        except UnusableRow as error:
+            return GroupResult([], unusable=str(error)), []
         if length >= self.settings.max_len:
             reason = f"prompt of {length:,} tokens leaves no room in data.max_len (={self.settings.max_len:,})"
             return GroupResult([], unusable=reason), []

@@ -149,7 +149,10 @@ def latest_checkpoint(directory: Path) -> Path | None:
 
 
 def prune(directory: Path, max_num: int, protect: Iterable[Path] = ()) -> list[Path]:
-    """Remove the oldest checkpoints beyond `max_num` (>= 1), never the newest or a protected one. One process calls it."""
+    """Remove the oldest checkpoints beyond `max_num` (>= 1), never the newest or a protected one.
+
+    One process calls it. Returns what was removed.
+    """
     doomed = [path for path in _candidates(directory)[max_num:] if path not in set(protect)]
     for path in doomed:
         (path / MANIFEST).unlink(missing_ok=True)  # torn from here on, should we die while removing
@@ -214,8 +217,8 @@ def _set_random_state(states: dict[str, Tensor], model: nn.Module) -> None:
         module.set_rng_state(states["device"])
 
 
-def export_hf(model: nn.Module, tokenizer, path: Path, dtype: torch.dtype) -> None:
-    """Write the model as `from_pretrained` loads it: safetensors in `dtype`, configuration, tokenizer.
+def export_hf(model: nn.Module, tokenizer, path: Path) -> None:
+    """Write the model as `from_pretrained` loads it: safetensors in the compute dtype, configuration, tokenizer.
 
     Every rank calls it; rank 0 writes. Files are written aside and moved in; `config.json` leaves first and comes
     last, so a directory that loads is whole.
@@ -225,11 +228,11 @@ def export_hf(model: nn.Module, tokenizer, path: Path, dtype: torch.dtype) -> No
     if writer:
         shutil.rmtree(tmp, ignore_errors=True)
         tmp.mkdir(parents=True)
-    _write_weights(model, tmp, dtype, writer)
+    _write_weights(model, tmp, writer)
     if writer:
         causal_lm = model.causal_lm
         config = type(causal_lm.config).from_dict(causal_lm.config.to_dict())
-        config.dtype, config.use_cache = dtype, True
+        config.dtype, config.use_cache = model.compute_dtype, True
         config.save_pretrained(tmp)
         if causal_lm.can_generate():
             causal_lm.generation_config.save_pretrained(tmp)
@@ -238,7 +241,7 @@ def export_hf(model: nn.Module, tokenizer, path: Path, dtype: torch.dtype) -> No
     dist.barrier()  # default group, every rank: the export exists when anyone returns
 
 
-def _write_weights(model: nn.Module, tmp: Path, dtype: torch.dtype, writer: bool) -> None:
+def _write_weights(model: nn.Module, tmp: Path, writer: bool) -> None:
     """Shards of at most `SHARD_BYTES`, with transformers' names and index."""
     shards: list[list[str]] = []
     pending: dict[str, Tensor] = {}
@@ -249,7 +252,7 @@ def _write_weights(model: nn.Module, tmp: Path, dtype: torch.dtype, writer: bool
         shards.append(list(pending))
         pending.clear()
 
-    for name, tensor in named_full_tensors(model, dtype):  # collectives: every rank iterates to the end
+    for name, tensor in named_full_tensors(model, model.compute_dtype):  # collectives: every rank iterates to the end
         if not writer:
             continue
         if pending and sum(t.nbytes for t in pending.values()) + tensor.nbytes > SHARD_BYTES:

@@ -26,7 +26,7 @@ from molt.models.build import build_policy
 from molt.parallel.mesh import all_reduce_sums, init_distributed, resolve_device
 from molt.publish.gather import named_full_tensors
 from molt.report.metrics import merge
-from molt.train.checkpoint import export_hf, load_checkpoint, save_checkpoint
+from molt.train.checkpoint import export_hf, load_checkpoint, write_part
 from molt.train.optimizer import build_optimizer, build_scheduler
 from molt.train.step import optimizer_step
 from molt.types import Metric, Sample
@@ -68,7 +68,7 @@ class Policy:
     def __init__(self, settings: PolicySettings, rank: int, world_size: int, address: str, port: int, local_rank: int):
         torch.manual_seed(settings.seed)
         self.settings = settings
-        self.device = resolve_device(settings.fsdp, local_rank)
+        self.device = resolve_device(settings.fsdp.device, local_rank)
         self.mesh = init_distributed(rank, world_size, address, port, self.device)
         self.model = build_policy(settings.actor, settings.fsdp, self.mesh, self.device, settings.max_len)
         self.optimizer = build_optimizer(self.model, settings.actor)
@@ -109,9 +109,9 @@ class Policy:
         """The full weights under their Hugging Face names, in the engine's dtype."""
         return named_full_tensors(self.model, self.settings.engine_dtype)
 
-    def save(self, directory: Path, step: int) -> None:
+    def save(self, tmp: Path) -> None:
         """This rank's part of a checkpoint; whoever owns the checkpoint commits it."""
-        save_checkpoint(directory, step, self.model, self.optimizer, self.scheduler)
+        write_part(tmp, self.model, self.optimizer, self.scheduler)
 
     def load(self, path: Path) -> None:
         load_checkpoint(path, self.model, self.optimizer, self.scheduler)

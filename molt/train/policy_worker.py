@@ -52,8 +52,8 @@ class PolicyWorker:
     def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
         return self.policy.score(sequences)
 
-    def save(self, directory: Path, step: int) -> None:
-        self.policy.save(directory, step)
+    def save(self, tmp: Path) -> None:
+        self.policy.save(tmp)
 
     def load(self, path: Path) -> None:
         self.policy.load(path)
@@ -114,8 +114,8 @@ class PolicyRanks:
     async def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
         return (await self._all([w.score.remote(sequences) for w in self.workers]))[0]
 
-    async def save(self, directory: Path, step: int) -> None:
-        await self._all([w.save.remote(directory, step) for w in self.workers])
+    async def save(self, tmp: Path) -> None:
+        await self._all([w.save.remote(tmp) for w in self.workers])
 
     async def load(self, path: Path) -> None:
         await self._all([w.load.remote(path) for w in self.workers])

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from molt.batch.collate import collate
+from molt.batch.collate import Batch, collate
 from molt.errors import TrainingError
 from molt.parallel.mesh import all_reduce_sums, local_shard
+from molt.report.metrics import merge
 from molt.types import Metric
 
 MicroBatch = TypeVar("MicroBatch")
@@ -91,23 +92,18 @@ def accumulate(
         # to the last one would keep an unsharded float32 gradient of the whole model on every rank.
         loss.backward()
         total = loss.detach() if total is None else total + loss.detach()
-        metrics = _merge(metrics, new)
+        metrics = merge([metrics, new])
     return total, metrics
 
 
+def dummy_batch() -> Batch:
+    """What a rank runs when it has no micro-batch left but the others do."""
+    return collate([np.zeros(2, dtype=np.int64)], packed=False)
+
+
 def _dummy_loss(model: nn.Module) -> Tensor:
-    """A forward over two tokens whose loss is 0, and so is its gradient."""
-    output = model(collate([np.zeros(2, dtype=np.int64)], packed=False))
+    output = model(dummy_batch())
     return 0.0 * (output[0] if isinstance(output, tuple) else output).sum()
-
-
-def _merge(metrics: dict[str, Metric], new: dict[str, Metric]) -> dict[str, Metric]:
-    merged = dict(metrics)
-    for name, metric in new.items():
-        old = metrics.get(name, Metric(metric.total, 0.0) if name.endswith("max") else Metric(0.0, 0.0))
-        total = max(old.total, metric.total) if name.endswith("max") else old.total + metric.total
-        merged[name] = Metric(total, old.count + metric.count)
-    return merged
 
 
 def _fingerprint(params: Sequence[Tensor]) -> Tensor:

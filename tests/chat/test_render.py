@@ -156,9 +156,6 @@ def test_no_template():
 
 
 def test_a_prompt_that_the_template_rejects_is_an_unusable_row():
-    template = CHATML.replace(
-        "{%- for", "{{- raise_exception('no system') if messages[0].role == 'system' }}{%- for", 1
-    )
     template = "{{- raise_exception('no system') if messages[0].role == 'system' }}" + CHATML
     with pytest.raises(UnusableRow, match="rejected by the chat template: no system"):
         chat(char_tokenizer(template)).prompt_ids(prompt([{"role": "system", "content": "x"}]))

@@ -146,7 +146,7 @@ def test_ends_and_index():
     for outside in (-1, 6):
         with pytest.raises(IndexError):
             stream[outside]
-    assert [stream.index(stream[i]) for i in range(6)] == list(range(6))
+    assert [stream.index(stream[i].epoch, stream[i].position) for i in range(6)] == list(range(6))
 
 
 def test_the_stream_names_the_row_that_cannot_be_used(dataset):

@@ -35,3 +35,7 @@ def test_merging_does_not_touch_its_parts():
     part = {"train/loss": Metric(1.0)}
     merge([part, part])
     assert part == {"train/loss": Metric(1.0)}
+
+
+def test_faults_are_counted_and_not_averaged():
+    assert values(merge([{"faults/timeout": Metric(1.0)}] * 3)) == {"faults/timeout": 3.0}

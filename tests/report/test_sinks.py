@@ -101,8 +101,8 @@ def test_tensorboard_failures_are_counted_and_do_not_end_the_run(tmp_path, capsy
     with open_log(tmp_path / "run", tensorboard_dir=tmp_path / "tb") as log:
         log.step(1, {"train/loss": 1.0})
         assert list((tmp_path / "tb").iterdir())
-        log.step(2, {"train/loss": "not a number"})
-        log.step(3, {"train/loss": "not a number"})
+        log.step(2, {"rollout/x": "not a number"})
+        log.step(3, {"rollout/x": "not a number"})
         assert log.lost_points == 2
     assert steps(tmp_path / "run" / "metrics.jsonl") == [1, 2, 3]
     assert "TensorBoard lost 2 steps" in capsys.readouterr().out

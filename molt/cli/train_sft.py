@@ -1,0 +1,64 @@
+"""`molt sft`: supervised fine-tuning.
+
+molt sft ...flags                                               one process
+torchrun --nproc_per_node 2 -m molt.cli.train_sft ...flags      two
+"""
+
+import os
+import sys
+
+from molt.cli.args import dump, parse
+from molt.cli.check import (
+    LOOK_ROWS,
+    Findings,
+    add_rows,
+    check_model,
+    check_or_raise,
+    check_overlap,
+    check_settings,
+    first_rows,
+)
+from molt.cli.main import run_command
+from molt.config import SftConfig
+
+
+def static_checks(config: SftConfig) -> Findings:
+    """Everything found about an SFT run, errors included; never raises for what is wrong with the settings."""
+    from molt.parallel.mesh import resolve_device
+
+    found = check_settings(config)
+    found.attempt(resolve_device, config.fsdp.device)
+    tokenizer = check_model(found, config, config.model, "model", cpu_engine=False)
+    if config.data.dataset:
+        found.attempt(_check_conversations, found, config, tokenizer)
+    return found
+
+
+def _check_conversations(found: Findings, config: SftConfig, tokenizer) -> None:
+    from molt.data.conversations import build_conversations
+
+    data = config.data
+    rows = first_rows(data.dataset, "data.dataset", data.max_samples)
+    if config.eval.dataset:
+        found.attempt(check_overlap, found, rows, config.eval.dataset, data.input_key)
+    if tokenizer is not None:
+        _, report = build_conversations(first_rows(data.dataset, "data.dataset", len(rows), LOOK_ROWS), data, tokenizer)
+        add_rows(found, "conversations", report)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Check, then train. Raises a MoltError when something is wrong."""
+    config = parse(SftConfig, sys.argv[1:] if argv is None else argv, prog="molt sft")
+    if int(os.environ.get("RANK", 0)) == 0:  # torchrun's protocol; its other ranks wait in the process group
+        for finding in check_or_raise(config, static_checks):
+            if finding.level == "warning":
+                print(f"warning: {finding.text}", file=sys.stderr)
+        config.ckpt.run_dir.mkdir(parents=True, exist_ok=True)
+        (config.ckpt.run_dir / "config.toml").write_text(dump(config), encoding="utf-8")
+    from molt.train.sft import run_sft
+
+    run_sft(config)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main, sys.argv[1:]))

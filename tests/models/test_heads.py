@@ -1,0 +1,89 @@
+"""The chunked log-prob head against log_softmax over all logits."""
+
+import pytest
+import torch
+
+from molt.models.heads import token_logprobs
+
+VOCAB, HIDDEN = 50, 8
+
+
+def naive(hidden, weight, token_ids, *, temperature, bias=None, softcap=None):
+    """[B, T] log-probs and entropies, entry t for token t, of unpacked rows."""
+    logits = hidden @ weight.t()
+    logits = logits if bias is None else logits + bias
+    logits = logits if softcap is None else softcap * (logits / softcap).tanh()
+    logp = (logits / temperature).log_softmax(-1)[:, :-1]
+    picked = logp.gather(-1, token_ids[:, 1:, None])[..., 0]
+    entropy = -(logp.exp() * logp).sum(-1)
+    first = torch.zeros(len(hidden), 1)
+    return torch.cat([first, picked], 1), torch.cat([first, entropy], 1)
+
+
+@pytest.fixture
+def inputs():
+    torch.manual_seed(0)
+    hidden = torch.randn(3, 7, HIDDEN, requires_grad=True)
+    weight = torch.randn(VOCAB, HIDDEN, requires_grad=True)
+    bias = torch.randn(VOCAB, requires_grad=True)
+    return hidden, weight, bias, torch.randint(0, VOCAB, (3, 7)), torch.randn(3, 7)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("chunk", [1, 4, 1000])
+@pytest.mark.parametrize("extras", [False, True], ids=["plain", "bias_and_softcap"])
+def test_values_entropy_and_gradients_equal_naive(inputs, temperature, chunk, extras):
+    hidden, weight, bias, token_ids, upstream = inputs
+    extra = {"bias": bias, "softcap": 3.0} if extras else {}
+    wrt = (hidden, weight, bias) if extras else (hidden, weight)
+    want, want_entropy = naive(hidden, weight, token_ids, temperature=temperature, **extra)
+    got, entropy = token_logprobs(
+        hidden, weight, token_ids, None, temperature=temperature, chunk_elements=chunk * VOCAB, **extra
+    )
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+    torch.testing.assert_close(entropy, want_entropy, atol=1e-5, rtol=0)
+    assert not entropy.requires_grad
+    expected = torch.autograd.grad((want * upstream).sum(), wrt)
+    for grad, reference in zip(torch.autograd.grad((got * upstream).sum(), wrt), expected, strict=True):
+        torch.testing.assert_close(grad, reference, atol=1e-5, rtol=1e-5)
+
+
+def test_only_needed_tokens_go_through_the_head(inputs):
+    hidden, weight, _, token_ids, upstream = inputs
+    needed = torch.rand(3, 7) < 0.4
+    needed[:, 0] = True  # asked for, and still 0: nothing comes before it
+    want, want_entropy = naive(hidden, weight, token_ids, temperature=1.0)
+    got, entropy = token_logprobs(hidden, weight, token_ids, None, needed=needed)
+    torch.testing.assert_close(got, want * needed)
+    torch.testing.assert_close(entropy, want_entropy * needed)
+    expected = torch.autograd.grad((want * needed * upstream).sum(), (hidden, weight))
+    for grad, reference in zip(
+        torch.autograd.grad((got * upstream).sum(), (hidden, weight)), expected, strict=True
+    ):
+        torch.testing.assert_close(grad, reference, atol=1e-5, rtol=1e-5)
+
+
+def test_nothing_needed_still_has_a_backward_pass(inputs):
+    hidden, weight, _, token_ids, _ = inputs
+    got, _ = token_logprobs(hidden, weight, token_ids, None, needed=torch.zeros(3, 7, dtype=torch.bool))
+    got.sum().backward()
+    assert not got.any() and not hidden.grad.any() and not weight.grad.any()
+
+
+def test_packed_rows_never_predict_across_a_boundary(inputs):
+    hidden, weight, _, token_ids, _ = inputs
+    rows, _ = token_logprobs(hidden, weight, token_ids, None)
+    cu_seqlens = torch.tensor([0, 7, 14, 21], dtype=torch.int32)
+    packed, _ = token_logprobs(hidden.reshape(1, 21, HIDDEN), weight, token_ids.reshape(1, 21), cu_seqlens)
+    torch.testing.assert_close(packed.reshape(3, 7), rows)
+    assert not packed[0, cu_seqlens[:-1].long()].any()
+
+
+def test_bfloat16_logits_are_reduced_in_float32(inputs):
+    hidden, weight, _, token_ids, _ = inputs
+    got, _ = token_logprobs(hidden.bfloat16(), weight.bfloat16(), token_ids, None)
+    want, _ = naive(hidden.bfloat16().float(), weight.bfloat16().float(), token_ids, temperature=1.0)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, want, atol=0.1, rtol=0)
+    got.sum().backward()
+    assert hidden.grad.isfinite().all() and weight.grad.any()

@@ -1,0 +1,21 @@
+import pytest
+import torch
+import torch.distributed as dist
+
+from molt.parallel.mesh import init_distributed
+from tests.tiny import save_tiny
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", params=[True, False], ids=["tied", "untied"])
+def tiny(request, tmp_path_factory):
+    """A tiny model on disk, with tied and with separate embeddings."""
+    return save_tiny(tmp_path_factory.mktemp("tiny"), tie=request.param)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    """A process group of this process alone."""
+    yield init_distributed(0, 1, "", 0, torch.device("cpu"))
+    dist.destroy_process_group()

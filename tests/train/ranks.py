@@ -1,0 +1,119 @@
+"""Real ranks for tests: processes that meet over gloo, and the gradients they end with."""
+
+import multiprocessing
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from molt.algo.reduce import token_weights
+from molt.batch.balance import micro_batches, partition
+from molt.batch.collate import collate, scatter
+from molt.config import AdamConfig, FsdpConfig, ModelConfig, OptimizerConfig
+from molt.models.build import build_policy
+from molt.parallel.mesh import init_distributed
+from molt.train.optimizer import build_optimizer, build_scheduler
+from molt.train.sft import MicroBatch, negative_log_likelihood
+from molt.train.step import accumulate, optimizer_step
+
+CPU = torch.device("cpu")
+# A fork server imports torch and transformers once for all tests.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["tests.train.ranks"])
+
+
+def run_ranks(function: Callable, world_size: int, directory: Path, *args: Any) -> list[Any]:
+    """`function(mesh, *args)` in `world_size` processes; what each returned."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    directory.mkdir(parents=True, exist_ok=True)
+    ranks = [
+        CONTEXT.Process(target=_rank, args=(rank, world_size, port, directory, function, args))
+        for rank in range(world_size)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+    codes = [process.exitcode for process in ranks]
+    for process in ranks:
+        process.kill()
+    assert codes == [0] * world_size, f"ranks ended with {codes}; their tracebacks are above"
+    return [torch.load(directory / f"result_{rank}.pt", weights_only=False) for rank in range(world_size)]
+
+
+def _rank(rank: int, world_size: int, port: int, directory: Path, function: Callable, args: tuple) -> None:
+    torch.set_num_threads(1)
+    mesh = init_distributed(rank, world_size, "127.0.0.1", port, CPU, timeout_s=50)
+    torch.save(function(mesh, *args), directory / f"result_{rank}.pt")
+    dist.destroy_process_group()
+
+
+def trainer(path: Path, mesh, lr: float = 1e-2, gradient_checkpoint: str = "full", **settings):
+    """Model, optimizer and scheduler of one rank, ready to step."""
+    config = OptimizerConfig(adam=AdamConfig(lr=lr, weight_decay=0.01), lr_scheduler="cosine", **settings)
+    model = build_policy(ModelConfig(str(path), gradient_checkpoint), FsdpConfig(device="cpu"), mesh, CPU)
+    optimizer = build_optimizer(model, config)
+    return model, optimizer, build_scheduler(optimizer, config, total_steps=20)
+
+
+def step_batch(seed: int = 0, lengths=(37, 5, 20, 11, 2, 9, 30)):
+    """Token ids and loss masks of a few sequences; not every one of them is trained."""
+    rng = np.random.default_rng(seed)
+    token_ids = [rng.integers(3, 99, length).astype(np.int32) for length in lengths]
+    masks = [rng.random(length) < 0.6 for length in lengths]
+    for mask in masks:
+        mask[0] = False
+    masks[1][:] = False
+    return token_ids, masks
+
+
+def micro_batches_of(mesh, batch, size: int, packed: bool) -> list[MicroBatch | None]:
+    """This rank's micro-batches of at most `size` sequences, weighted over all ranks."""
+    token_ids, masks = batch
+    weights = token_weights([int(mask.sum()) for mask in masks])
+    shares = partition([len(ids) for ids in token_ids], mesh.size())
+    made: list[MicroBatch | None] = []
+    for chosen in micro_batches(shares, size)[mesh.get_rank()]:
+        if not chosen:
+            made.append(None)
+            continue
+        laid_out = collate([token_ids[i] for i in chosen], packed=packed)
+        mask = scatter(laid_out, [masks[i] for i in chosen])
+        made.append(MicroBatch(laid_out, mask, scatter(laid_out, [np.float32(weights[i]) * masks[i] for i in chosen])))
+    return made
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def gradients(mesh, path: Path, layouts) -> list[tuple[int, dict[str, torch.Tensor]]]:
+    """For each (size, packed): how many real micro-batches this rank had, and the gradient of all ranks."""
+    model, optimizer, _ = trainer(path, mesh)
+    results = []
+    for size, packed in layouts:
+        mine = micro_batches_of(mesh, step_batch(), size, packed)
+        accumulate(model, optimizer, mine, negative_log_likelihood)
+        real = sum(m is not None for m in mine)
+        results.append((real, {name: whole(p.grad) for name, p in model.named_parameters()}))
+    return results
+
+
+def steps(mesh, path: Path, layouts, number: int = 3) -> list[list[dict[str, float]]]:
+    """Metrics of `number` optimizer steps from the same weights, for each layout."""
+    results = []
+    for size, packed in layouts:
+        model, optimizer, scheduler = trainer(path, mesh)
+        metrics = []
+        for seed in range(number):
+            mine = micro_batches_of(mesh, step_batch(seed), size, packed)
+            done = optimizer_step(model, optimizer, scheduler, mine, negative_log_likelihood, max_norm=1.0)
+            metrics.append({name: done[name].total for name in ("train/loss", "train/grad_norm", "train/lr")})
+        results.append(metrics)
+    return results

@@ -1,0 +1,225 @@
+"""Checkpoints: bit-identical restarts, torn ones, retention, other rank counts; and the export."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from molt.errors import CheckpointError
+from molt.publish.gather import named_full_tensors
+from molt.train import checkpoint
+from molt.train.checkpoint import (
+    begin,
+    commit,
+    export_hf,
+    latest_checkpoint,
+    load_checkpoint,
+    prune,
+    save_checkpoint,
+    temporary,
+    write_part,
+)
+from molt.train.sft import negative_log_likelihood
+from molt.train.step import optimizer_step
+from tests.tiny import char_tokenizer, save_tiny
+from tests.train.ranks import micro_batches_of, run_ranks, step_batch, trainer, whole
+
+
+def train(mesh, parts, seeds):
+    """Steps whose loss also depends on torch's random state. Returns the loss of each."""
+
+    def noisy(model, m):
+        loss, metrics = negative_log_likelihood(model, m)
+        return loss * (1 + 0.1 * torch.rand(())), metrics
+
+    return [
+        optimizer_step(*parts, micro_batches_of(mesh, step_batch(s), 3, True), noisy, max_norm=1.0)["train/loss"].total
+        for s in seeds
+    ]
+
+
+def weights(model):
+    return {name: whole(p) for name, p in model.named_parameters()}
+
+
+def assert_identical(a, b):
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def uninterrupted(mesh, path, directory):
+    """Four steps with a checkpoint after two. Returns the last two losses and the final weights."""
+    torch.manual_seed(0)
+    parts = trainer(path, mesh)
+    train(mesh, parts, [0, 1])
+    save_checkpoint(directory, 2, *parts, {"position": 2})
+    return train(mesh, parts, [2, 3]), weights(parts[0])
+
+
+def resumed(mesh, path, directory):
+    parts = trainer(path, mesh)
+    torch.manual_seed(999)
+    extra = load_checkpoint(latest_checkpoint(directory), *parts)
+    assert extra == {"position": 2}
+    return train(mesh, parts, [2, 3]), weights(parts[0])
+
+
+def test_resuming_is_bit_identical(tiny, mesh, tmp_path):
+    losses, final = uninterrupted(mesh, tiny, tmp_path)
+    again, final_again = resumed(mesh, tiny, tmp_path)
+    assert again == losses
+    assert_identical(final_again, final)
+
+
+def test_resuming_two_ranks_is_bit_identical_and_one_rank_can_take_over(tiny, mesh, tmp_path):
+    saved = tmp_path / "checkpoints"
+    (losses, final), _ = run_ranks(uninterrupted, 2, tmp_path / "a", tiny, saved)
+    for again, final_again in run_ranks(resumed, 2, tmp_path / "b", tiny, saved):
+        assert again == losses
+        assert_identical(final_again, final)
+    parts = trainer(tiny, mesh)
+    assert load_checkpoint(latest_checkpoint(saved), *parts) == {"position": 2}
+    two_ranks = {name: state for name, state in state_after_load(mesh, tiny, saved).items()}
+    for state in run_ranks(state_after_load, 2, tmp_path / "c", tiny, saved):
+        assert_identical(state, two_ranks)
+
+
+def state_after_load(mesh, path, directory):
+    """Whole parameters and moments after loading."""
+    model, optimizer, scheduler = trainer(path, mesh)
+    load_checkpoint(latest_checkpoint(directory), model, optimizer, scheduler)
+    state = weights(model)
+    for name, p in model.named_parameters():
+        state |= {f"{name}.{key}": whole(value) for key, value in optimizer.state[p].items()}
+    state["lr"] = torch.tensor(optimizer.param_groups[0]["lr"])
+    return state
+
+
+def test_one_rank_saves_and_two_resume(tiny, mesh, tmp_path):
+    uninterrupted(mesh, tiny, tmp_path)
+    alone = state_after_load(mesh, tiny, tmp_path)
+    assert alone["lr"] > 0 and any(value.any() for name, value in alone.items() if name.endswith("exp_avg"))
+    for state in run_ranks(state_after_load, 2, tmp_path / "ranks", tiny, tmp_path):
+        assert_identical(state, alone)
+
+
+@pytest.fixture
+def two_saved(tiny, mesh, tmp_path):
+    parts = trainer(tiny, mesh)
+    paths = [save_checkpoint(tmp_path, step, *parts, {"step": step}, {"buffer.bin": b"abc"}) for step in (1, 2)]
+    return parts, tmp_path, paths
+
+
+def test_a_checkpoint_before_the_first_step_can_be_loaded(two_saved):
+    parts, directory, paths = two_saved
+    assert latest_checkpoint(directory) == paths[1] == directory / "step_000002"
+    assert load_checkpoint(paths[1], *parts) == {"step": 2}
+    assert (paths[1] / "buffer.bin").read_bytes() == b"abc"
+
+
+def tear(how, path):
+    if how == "no manifest":
+        (path / "manifest.json").unlink()
+    elif how == "half a manifest":
+        text = (path / "manifest.json").read_text()
+        (path / "manifest.json").write_text(text[: len(text) // 2])
+    elif how == "short file":
+        (path / "buffer.bin").write_bytes(b"a")
+    else:
+        (path / "extra.json").unlink()
+
+
+@pytest.mark.parametrize("how", ["no manifest", "half a manifest", "short file", "missing file"])
+def test_a_torn_checkpoint_is_skipped_with_a_warning_that_names_it(two_saved, how):
+    parts, directory, paths = two_saved
+    tear(how, paths[1])
+    with pytest.warns(UserWarning, match="step_000002 is torn and was skipped"):
+        assert latest_checkpoint(directory) == paths[0]
+    with pytest.raises(CheckpointError, match="step_000002 is torn"):
+        load_checkpoint(paths[1], *parts)
+
+
+def test_an_unfinished_checkpoint_does_not_exist(tiny, mesh, tmp_path):
+    parts = trainer(tiny, mesh)
+    assert latest_checkpoint(tmp_path / "nowhere") is None
+    tmp = begin(tmp_path, 5)
+    write_part(tmp, *parts)
+    assert tmp == temporary(tmp_path, 5) and latest_checkpoint(tmp_path) is None
+    (tmp / "prompts.json").write_text("[]")  # the owner adds its files, then commits
+    final = commit(tmp)
+    assert latest_checkpoint(tmp_path) == final and not tmp.exists()
+    assert json.loads((final / "manifest.json").read_text())["files"]["prompts.json"] == 2
+    assert load_checkpoint(final, *parts) == {}
+
+
+def test_saving_a_step_again_replaces_it(two_saved):
+    parts, directory, paths = two_saved
+    save_checkpoint(directory, 2, *parts, {"step": 2, "again": True})
+    assert load_checkpoint(paths[1], *parts) == {"step": 2, "again": True}
+    assert not (paths[1] / "buffer.bin").exists()
+
+
+def test_retention_removes_the_oldest_and_keeps_newest_and_protected(tmp_path):
+    paths = [tmp_path / f"step_{step:06d}" for step in (2, 10, 100, 1000)]
+    for path in paths:
+        path.mkdir()
+    assert set(prune(tmp_path, 1, protect=[paths[0]])) == {paths[1], paths[2]}
+    assert sorted(tmp_path.iterdir()) == [paths[0], paths[3]]
+
+
+def test_a_checkpoint_of_another_model_is_refused(two_saved, mesh, tmp_path_factory):
+    other = save_tiny(tmp_path_factory.mktemp("other"), layers=3)
+    with pytest.raises(CheckpointError, match="does not fit this model"):
+        load_checkpoint(two_saved[2][1], *trainer(other, mesh))
+
+
+def export(mesh, path, directory):
+    parts = trainer(path, mesh)
+    train(mesh, parts, [0])
+    export_hf(parts[0], char_tokenizer(), directory)
+    return weights(parts[0]), {name: t.clone() for name, t in named_full_tensors(parts[0], torch.bfloat16)}
+
+
+def logits_of(path):
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        return model(torch.arange(3, 60)[None]).logits
+
+
+def test_export_is_what_save_pretrained_writes(tiny, mesh, tmp_path):
+    masters, published = export(mesh, tiny, tmp_path / "out")
+    reference = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    result = reference.load_state_dict({k.removeprefix("causal_lm."): v for k, v in masters.items()}, strict=False)
+    assert set(result.missing_keys) <= {"lm_head.weight"}
+    reference.save_pretrained(tmp_path / "reference")
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "reference"))
+    assert_identical(ours, theirs)
+    assert published.keys() == ours.keys() and {t.dtype for t in published.values()} == {torch.bfloat16}
+    torch.testing.assert_close(logits_of(tmp_path / "out"), logits_of(tmp_path / "reference"), atol=1e-6, rtol=0)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("ab").input_ids == char_tokenizer()("ab").input_ids
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3ForCausalLM"] and config["dtype"] == "float32" and config["use_cache"]
+
+
+def test_export_of_two_ranks_equals_that_of_one(tiny, mesh, tmp_path):
+    export(mesh, tiny, tmp_path / "one")
+    run_ranks(export, 2, tmp_path / "ranks", tiny, tmp_path / "two")
+    torch.testing.assert_close(logits_of(tmp_path / "two"), logits_of(tmp_path / "one"), atol=1e-2, rtol=0)
+
+
+def test_export_in_shards_replaces_an_older_export_and_spares_the_rest(tiny, mesh, tmp_path, monkeypatch):
+    parts = trainer(tiny, mesh)
+    out = tmp_path / "out"
+    export_hf(parts[0], char_tokenizer(), out)
+    (out / "checkpoints").mkdir()
+    whole_file = logits_of(out)
+    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 100_000)
+    export_hf(parts[0], char_tokenizer(), out)
+    assert not (out / "model.safetensors").exists() and (out / "checkpoints").is_dir()
+    assert len(list(out.glob("model-*-of-*.safetensors"))) > 1
+    assert not (out / ".export.tmp").exists()
+    torch.testing.assert_close(logits_of(out), whole_file, atol=0, rtol=0)
+    shutil.rmtree(out)
