@@ -152,10 +152,14 @@ async def start(config: RLConfig, total_optimizer_steps: int, engine_worker: Any
         engine_worker.options(num_cpus=0, num_gpus=engine_gpus).remote(engine) for _ in range(config.vllm.num_engines)
     ]
     workers = [PolicyWorker.options(num_cpus=0, num_gpus=1 if gpus else 0).remote() for _ in range(ranks)]
-    runners = [
-        RunnerWorker.options(num_cpus=0).remote(runner_settings(config), engines, f"runner{index}")
-        for index in range(config.rollout.num_runners or (2 if gpus else 1))
-    ]
+    runner = runner_settings(config)
+    attempts = config.rollout.max_retries + 1
+    runners = RunnerPool(
+        lambda name: RunnerWorker.options(num_cpus=0).remote(runner, engines, name),
+        config.rollout.num_runners or (2 if gpus else 1),
+        deadline_s=attempts * config.rollout.timeout_s + GRACE_S,
+        attempts=attempts,
+    )
     async with asyncio.timeout(START_TIMEOUT_S):
         address, port = await workers[0].address.remote()
         policy = policy_settings(config, total_optimizer_steps)
@@ -163,15 +167,12 @@ async def start(config: RLConfig, total_optimizer_steps: int, engine_worker: Any
             *(engine.start.remote() for engine in engines),
             # Ray shows each actor only its own GPU, so every rank is local rank 0.
             *(w.start.remote(policy, rank, ranks, address, port, 0) for rank, w in enumerate(workers)),
-            *(runner.ready.remote() for runner in runners),
+            runners.ready(),
         )
         engine_workers = len(engines) * tensor_parallel
         await asyncio.gather(
             *(w.connect.remote(engines, engine.weight_transfer, engine_workers, CALL_TIMEOUT_S) for w in workers)
         )
-    attempts = config.rollout.max_retries + 1
     return Cluster(
-        EngineGroup(engines, timeout_s=CALL_TIMEOUT_S),
-        PolicyRanks(workers, timeout_s=CALL_TIMEOUT_S),
-        RunnerPool(runners, deadline_s=attempts * config.rollout.timeout_s + GRACE_S, attempts=attempts),
+        EngineGroup(engines, timeout_s=CALL_TIMEOUT_S), PolicyRanks(workers, timeout_s=CALL_TIMEOUT_S), runners
     )

@@ -17,8 +17,8 @@ NEED_A_GROUP = ("reinforce_baseline", "rloo", "grpo", "dr_grpo")
 
 def _message(c: RLConfig | SftConfig, names: str, consequence: str, fix: str) -> str:
     """The values of the (space-separated) settings, the consequence, the fix."""
-    values = " with ".join(f"`{name}` (={attrgetter(name)(c)})" for name in names.split())
-    return f"{values}: {consequence}. {fix}."
+    first, *others = (f"`{name}` (={attrgetter(name)(c)})" for name in names.split())
+    return f"{first} with {' and '.join(others)}: {consequence}. {fix}."
 
 
 def _required(c: RLConfig | SftConfig, name: str, consequence: str, example: str) -> Message:
@@ -119,8 +119,10 @@ def warn_eval_without_dataset(c: RLConfig | SftConfig) -> Message:
 
 def warn_template_unused(c: RLConfig) -> Message:
     if c.data.chat_template and not c.data.apply_chat_template:
-        consequence = "prompts are plain text, so `data.chat_template` is ignored"
-        return _message(c, "data.apply_chat_template", consequence, "Pass --data.apply_chat_template")
+        consequence = "prompts are plain text, so no template is used"
+        return _message(
+            c, "data.chat_template data.apply_chat_template", consequence, "Pass --data.apply_chat_template"
+        )
 
 
 def warn_gamma_unused(c: RLConfig) -> Message:

@@ -40,7 +40,9 @@ find_python() {
 
 # Why the packages failed, if it is what usually fails: pip sees other torch versions, but not this one.
 explain_torch() {
-    if "${pip[@]}" install -q --dry-run --no-deps "$torch" 2>&1 | grep -q 'from versions: [0-9]'; then
+    local answer
+    answer=$("${pip[@]}" install -q --dry-run --no-deps "$torch" 2>&1 || true)
+    if grep -q 'from versions: [0-9]' <<<"$answer"; then
         echo "setup: this machine's pip does not find $torch: the CPU build of vLLM runs with no other torch." \
             "Set PIP_EXTRA_INDEX_URL to PyTorch's CPU wheel index and run make setup again." >&2
     fi

@@ -17,7 +17,9 @@ from rich.console import Console
 from molt.cli import demo_task
 
 HELD_OUT = 512
-SFT_ROWS, RL_ROWS = 4_096, 16_384
+SFT_ROWS, RL_ROWS = 8_192, 16_384
+SLIPS = 0.12
+"""The SFT answers are a careless teacher's, about half of them wrong, so that RL has something to put right."""
 SPECIAL = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"]
 CHAT_TEMPLATE = (
     "{%- for message in messages %}{{- '<|' + message.role + '|>' + message.content + '<|end|>' }}{%- endfor %}"
@@ -105,9 +107,10 @@ def build_data(folder: Path, seed: int) -> None:
     held_out = demo_task.rows(HELD_OUT, seed)
     seen = frozenset(row["input"] for row in held_out)
     train = demo_task.rows(SFT_ROWS + RL_ROWS, seed + 1, exclude=seen)
+    taught = [demo_task.careless(row, seed, SLIPS) for row in train[:SFT_ROWS]]
     data = folder / "data"
     data.mkdir(parents=True, exist_ok=True)
-    for name, rows in (("held_out", held_out), ("sft", train[:SFT_ROWS]), ("rl", train[SFT_ROWS:])):
+    for name, rows in (("held_out", held_out), ("sft", taught), ("rl", train[SFT_ROWS:])):
         (data / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 

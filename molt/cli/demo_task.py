@@ -1,7 +1,7 @@
 """The demo's task and its agent: say five digits backwards.
 
 This file is what a user writes: an `Env` that judges the model's answer, and the `AgentRunner` that
-`--train.agent_path` looks for. `rows` makes the datasets.
+`--train.agent_path` looks for. `rows` and `careless` make the datasets.
 """
 
 import random
@@ -29,3 +29,10 @@ def rows(count: int, seed: int, exclude: frozenset[str] = frozenset()) -> list[d
     random.Random(seed).shuffle(numbers)
     chosen = [number for number in numbers if number not in exclude][:count]
     return [{"input": number, "label": number[::-1], "data_source": "reverse"} for number in chosen]
+
+
+def careless(row: dict[str, str], seed: int, slips: float) -> dict[str, str]:
+    """The row as a careless teacher answers it: each digit is replaced by a random one with probability `slips`."""
+    chance = random.Random(f"{seed}:{row['input']}")
+    answer = [str(chance.randrange(10)) if chance.random() < slips else digit for digit in row["label"]]
+    return row | {"label": "".join(answer)}

@@ -47,7 +47,7 @@ def run_rl(config: RLConfig, engine_worker: Any = RolloutEngineWorker) -> None:
     """
     cluster.start_ray(config)
     try:
-        asyncio.run(_run(config, engine_worker))
+        asyncio.run(drive(config, engine_worker))
     except ExceptionGroup as group:
         error = _first(group)
         if isinstance(error, MoltError):
@@ -55,11 +55,12 @@ def run_rl(config: RLConfig, engine_worker: Any = RolloutEngineWorker) -> None:
         raise
     finally:
         ray.shutdown()
-    # The page lives outside the RL path; a failure to draw it must not fail the run.
+    # The page is made outside the RL path; failing to draw it does not fail the run.
     subprocess.run([sys.executable, "-m", "molt.report.page", str(config.ckpt.run_dir)], check=False, timeout=300)
 
 
-async def _run(config: RLConfig, engine_worker: Any) -> None:
+async def drive(config: RLConfig, engine_worker: Any = RolloutEngineWorker) -> None:
+    """The driver of one run, inside a Ray session."""
     stream = PromptStream(
         _dataset(config, config.data.prompt_dataset), seed=config.train.seed, num_episodes=config.train.num_episodes
     )

@@ -131,4 +131,12 @@ def shard(model: PolicyModel, mesh: DeviceMesh) -> PolicyModel:
     for module in modules:  # neither setting is recursive, and gloo needs the first for the second
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
+    model.register_forward_hook(_reshard_without_backward)
     return model
+
+
+def _reshard_without_backward(model: nn.Module, args: tuple, output: object) -> None:
+    # FSDP keeps the root unsharded until its backward. Without one, `parameters()` would go on to yield whole
+    # tensors that the optimizer does not know and that FSDP frees later: a checkpoint of them crashed.
+    if not torch.is_grad_enabled():
+        model.reshard()

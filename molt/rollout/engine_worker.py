@@ -63,12 +63,12 @@ class Engine(Protocol):
     async def commit(self, version: int) -> list[Receipt]: ...
 
 
-@ray.remote(max_concurrency=16384)
-class RolloutEngineWorker:
-    """The real `Engine`."""
+class VllmEngine:
+    """The real `Engine`; `RolloutEngineWorker` is the Ray actor of it."""
 
     def __init__(self, settings: EngineSettings):
         self.settings = settings
+        self._scored = 0
 
     async def start(self) -> None:
         """Load the model; after this the engine holds its own copy of the initial weights, version "0"."""
@@ -133,9 +133,9 @@ class RolloutEngineWorker:
         params = SamplingParams(
             max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
-        self._probes = getattr(self, "_probes", 0) + 1
+        self._scored += 1
         final = None
-        async for final in self.llm.generate(TokensPrompt(prompt_token_ids=ids), params, f"probe-{self._probes}"):
+        async for final in self.llm.generate(TokensPrompt(prompt_token_ids=ids), params, f"score-{self._scored}"):
             pass
         values = [0.0] + [position[token].logprob for position, token in zip(final.prompt_logprobs[1:], ids[1:], strict=True)]
         return np.asarray(values, np.float32)
@@ -165,6 +165,9 @@ class RolloutEngineWorker:
         echoed = await self.llm.get_weight_version()
         await self.llm.resume_generation()
         return [Receipt(echoed, received, digest) for received, digest in reports]
+
+
+RolloutEngineWorker = ray.remote(max_concurrency=16384)(VllmEngine)
 
 
 def _versions(spans, length: int) -> np.ndarray:

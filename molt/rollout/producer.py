@@ -8,6 +8,7 @@ The policy of *when* is pure and lives in `admission.py`; this file moves groups
 """
 
 import asyncio
+import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -43,13 +44,22 @@ def own(samples: list[list[Sample]]) -> ray.ObjectRef:
 
 
 class RunnerPool:
-    """Dispatches groups to runners: least loaded first, again elsewhere when a runner dies or hangs."""
+    """Dispatches groups to runners: least loaded first, again elsewhere when a runner dies or hangs.
 
-    def __init__(self, runners: Sequence[ray.actor.ActorHandle], *, deadline_s: float, attempts: int):
-        self.runners = list(runners)
+    `spawn(name)` starts a runner process; the pool owns them and replaces the ones it loses.
+    """
+
+    def __init__(self, spawn: Callable[[str], ray.actor.ActorHandle], count: int, *, deadline_s: float, attempts: int):
+        self.spawn = spawn
+        self.names = itertools.count(count)
+        self.runners = [spawn(f"runner{index}") for index in range(count)]
         self.deadline_s = deadline_s
         self.attempts = attempts
-        self.in_flight = [0] * len(runners)
+        self.in_flight = [0] * count
+
+    async def ready(self) -> None:
+        """Returns when every runner has loaded its agent; raises what its constructor raised."""
+        await asyncio.gather(*(runner.ready.remote() for runner in self.runners))
 
     @property
     def patience_s(self) -> float:
@@ -60,19 +70,23 @@ class RunnerPool:
         """The light result, and a reference to the samples. Raises `InfraFailure("runner")`."""
         for _ in range(self.attempts):
             index = min(range(len(self.runners)), key=self.in_flight.__getitem__)
+            runner = self.runners[index]
             self.in_flight[index] += 1
-            result, samples = self.runners[index].run_group.options(num_returns=2).remote(task)
+            result, samples = runner.run_group.options(num_returns=2).remote(task)
             try:
                 async with asyncio.timeout(self.deadline_s):
                     return await result, samples
-            except TimeoutError:
-                # Its event loop is blocked (an env that never awaits): only a new process helps. Ray restarts it.
-                ray.kill(self.runners[index], no_restart=False)
-            except RayActorError:
-                await asyncio.sleep(1.0)  # Ray is restarting it
+            except (TimeoutError, RayActorError):
+                # Dead, or its event loop is blocked (an env that never awaits): only a new process helps.
+                self._replace(index, runner)
             finally:
                 self.in_flight[index] -= 1
         raise InfraFailure("runner", f"no runner finished the group within {self.attempts} x {self.deadline_s:.0f} s")
+
+    def _replace(self, index: int, lost: ray.actor.ActorHandle) -> None:
+        if self.runners[index] is lost:  # every group it had comes here; the first replaces it
+            ray.kill(lost)
+            self.runners[index] = self.spawn(f"runner{next(self.names)}")
 
 
 @dataclass

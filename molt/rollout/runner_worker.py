@@ -58,7 +58,7 @@ class GroupResult:
     """Why the prompt cannot be rolled out at all, such as being longer than the context."""
 
 
-@ray.remote(max_concurrency=16384, max_restarts=-1)
+@ray.remote(max_concurrency=16384)
 class RunnerWorker:
     """Hosts the user's agent."""
 

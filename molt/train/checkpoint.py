@@ -189,8 +189,8 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer, schedule
 
 def _tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     """Everything that is sharded, by name; shares memory with model and optimizer."""
+    persistent = model.state_dict().keys()  # first: it also returns every FSDP module to its sharded state
     params = dict(model.named_parameters())
-    persistent = model.state_dict().keys()
     tensors = {f"model/{name}": p.detach() for name, p in params.items()}
     tensors |= {f"model/{name}": b for name, b in model.named_buffers() if name in persistent}
     for name, p in params.items():

@@ -41,7 +41,7 @@ def optimizer_step(
     with a rate above 0 and a gradient above 0 moved no master weight.
     """
     loss, metrics = accumulate(model, optimizer, micro_batches, loss_fn)
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    params = [p for p in model.parameters() if p.requires_grad]
     grads = [local_shard(p.grad) for p in params if p.grad is not None]
     square = torch.nn.utils.get_total_norm(grads).double() ** 2
     # Collective on the default group: every rank. Shards are disjoint, so their squared norms add up.

@@ -57,9 +57,7 @@ def test_only_needed_tokens_go_through_the_head(inputs):
     torch.testing.assert_close(got, want * needed)
     torch.testing.assert_close(entropy, want_entropy * needed)
     expected = torch.autograd.grad((want * needed * upstream).sum(), (hidden, weight))
-    for grad, reference in zip(
-        torch.autograd.grad((got * upstream).sum(), (hidden, weight)), expected, strict=True
-    ):
+    for grad, reference in zip(torch.autograd.grad((got * upstream).sum(), (hidden, weight)), expected, strict=True):
         torch.testing.assert_close(grad, reference, atol=1e-5, rtol=1e-5)
 
 

@@ -131,7 +131,10 @@ def test_a_missing_path_is_refused_before_any_download(mesh, tmp_path):
         ({}, "not a model that can be loaded"),
         ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "not a causal LM"),
         ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, "not a causal LM"),
-        ({"model_type": "granite", "architectures": ["GraniteForCausalLM"], "logits_scaling": 8.0}, "scales its logits"),
+        (
+            {"model_type": "granite", "architectures": ["GraniteForCausalLM"], "logits_scaling": 8.0},
+            "scales its logits",
+        ),
         ({"model_type": "custom", "auto_map": {"AutoConfig": "code.Config"}}, "not a model that can be loaded"),
     ],
 )

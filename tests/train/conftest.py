@@ -8,10 +8,20 @@ from tests.tiny import save_tiny
 torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="session", params=[True, False], ids=["tied", "untied"])
-def tiny(request, tmp_path_factory):
-    """A tiny model on disk, with tied and with separate embeddings."""
-    return save_tiny(tmp_path_factory.mktemp("tiny"), tie=request.param)
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """A tiny model on disk, embeddings tied."""
+    return save_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def untied(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("untied"), tie=False)
+
+
+@pytest.fixture(params=["tiny", "untied"])
+def either(request):
+    return request.getfixturevalue(request.param)
 
 
 @pytest.fixture(scope="module")

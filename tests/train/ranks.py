@@ -26,11 +26,15 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.train.ranks"])
 
 
-def run_ranks(function: Callable, world_size: int, directory: Path, *args: Any) -> list[Any]:
-    """`function(mesh, *args)` in `world_size` processes; what each returned."""
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        return probe.getsockname()[1]
+
+
+def run_ranks(function: Callable, world_size: int, directory: Path, *args: Any) -> list[Any]:
+    """`function(mesh, *args)` in `world_size` processes; what each returned."""
+    port = free_port()
     directory.mkdir(parents=True, exist_ok=True)
     ranks = [
         CONTEXT.Process(target=_rank, args=(rank, world_size, port, directory, function, args))

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
-from tests.train.ranks import gradients, run_ranks, steps
+from molt.train.step import dummy_batch
+from tests.train.ranks import gradients, run_ranks, steps, trainer
 
 # Sequences per micro-batch, packed. 7 sequences on two ranks are 3 and 4: sizes 1 and 3 leave a dummy.
 LAYOUTS = [(7, True), (7, False), (1, False), (3, True), (3, False)]
@@ -26,11 +28,11 @@ def assert_same_metrics(got, reference):
         assert a["train/lr"] == b["train/lr"] > 0
 
 
-def test_gradient_does_not_depend_on_layout_or_ranks(tiny, mesh, tmp_path):
-    alone = [grads for _, grads in gradients(mesh, tiny, LAYOUTS)]
+def test_gradient_does_not_depend_on_layout_or_ranks(either, mesh, tmp_path):
+    alone = [grads for _, grads in gradients(mesh, either, LAYOUTS)]
     for grads in alone[1:]:
         assert_same_gradients(grads, alone[0])
-    for rank in run_ranks(gradients, 2, tmp_path, tiny, LAYOUTS):
+    for rank in run_ranks(gradients, 2, tmp_path, either, LAYOUTS):
         for _, grads in rank:
             assert_same_gradients(grads, alone[0])
 
@@ -48,3 +50,17 @@ def test_loss_and_norm_of_three_steps_do_not_depend_on_layout_or_ranks(tiny, mes
     for rank in run_ranks(steps, 2, tmp_path, tiny, layouts):
         for metrics in rank:
             assert_same_metrics(metrics, alone[0])
+
+
+def kept_sharded(mesh, path):
+    """Parameter types before and after a forward without backward."""
+    model, _, _ = trainer(path, mesh)
+    types = [{type(p) for p in model.parameters()}]
+    with torch.no_grad():
+        model(dummy_batch())
+    return [*types, {type(p) for p in model.parameters()}]
+
+
+def test_a_forward_without_backward_leaves_the_parameters_sharded(tiny, tmp_path):
+    for before, after in run_ranks(kept_sharded, 2, tmp_path, tiny):
+        assert before == after == {DTensor}

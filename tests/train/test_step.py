@@ -69,8 +69,14 @@ def test_a_non_finite_loss_is_refused_and_leaves_the_weights(tiny, mesh, value):
 
 
 def test_a_step_that_moves_no_master_weight_is_refused(tiny, mesh):
+    too_small = trainer(tiny, mesh, lr=1e-50)
     with pytest.raises(TrainingError, match="moved no master weight"):
-        step(mesh, trainer(tiny, mesh, lr=1e-12))
+        step(mesh, too_small)
+    model, _, _ = trainer(tiny, mesh)
+    of_copies = torch.optim.AdamW([p.detach().clone().requires_grad_() for p in model.parameters()])
+    scheduler = torch.optim.lr_scheduler.ConstantLR(of_copies, factor=1.0)
+    with pytest.raises(TrainingError, match="moved no master weight"):
+        step(mesh, (model, of_copies, scheduler))
 
 
 def test_without_rate_or_gradient_nothing_has_to_move(tiny, mesh):
@@ -80,7 +86,7 @@ def test_without_rate_or_gradient_nothing_has_to_move(tiny, mesh):
         loss, metrics = negative_log_likelihood(model, m)
         return loss * 0, metrics
 
-    step(mesh, trainer(tiny, mesh, lr=1e-12), no_gradient)
+    step(mesh, trainer(tiny, mesh, lr=1e-50), no_gradient)
 
 
 def refusals(mesh, path):

@@ -1,0 +1,139 @@
+"""SFT end to end on a copy task: it learns, resumes exactly, stops on SIGTERM, and ranks do not matter."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from molt.config import AdamConfig, CkptConfig, FsdpConfig, ModelConfig, SftConfig, SftDataConfig, SftEvalConfig
+from molt.config import SftTrainConfig as TrainConfig
+from molt.errors import CheckpointError
+from molt.train.checkpoint import checkpoint_step, latest_checkpoint
+from molt.train.sft import run_sft
+from tests.train.ranks import CONTEXT, free_port
+
+
+@pytest.fixture(scope="module")
+def copy_task(tmp_path_factory):
+    """48 rows to learn and 8 held out: say the three letters again."""
+    directory = tmp_path_factory.mktemp("copy")
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcd", k=3)) for _ in range(56)]
+    for name, part in (("train", words[:48]), ("held_out", words[48:])):
+        rows = [json.dumps({"input": word, "output": word}) + "\n" for word in part]
+        (directory / f"{name}.jsonl").write_text("".join(rows))
+    return directory
+
+
+@pytest.fixture
+def config(tiny, copy_task, tmp_path):
+    return SftConfig(
+        adam=AdamConfig(lr=3e-3),
+        model=ModelConfig(str(tiny), "none"),
+        fsdp=FsdpConfig(device="cpu", packing_samples=True),
+        data=SftDataConfig(dataset=str(copy_task / "train.jsonl"), output_key="output", max_len=64),
+        train=TrainConfig(micro_batch_size=8, batch_size=20, max_epochs=4),
+        eval=SftEvalConfig(dataset=str(copy_task / "held_out.jsonl")),
+        ckpt=CkptConfig(output_dir=tmp_path / "out", save_steps=5),
+    )
+
+
+def records(config):
+    return [json.loads(line) for line in (config.ckpt.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(config):
+    return [record["train/loss"] for record in records(config)]
+
+
+def weights(config):
+    model = AutoModelForCausalLM.from_pretrained(config.ckpt.output_dir, dtype=torch.float32)
+    return model.state_dict()
+
+
+def test_the_loss_falls_and_the_result_is_a_model(config):
+    run_sft(config)
+    log = records(config)
+    # 48 conversations in batches of 20: 3 steps an epoch, the last of 8; evaluated after each of 4 epochs.
+    assert [record["step"] for record in log] == list(range(1, 13))
+    assert [record["step"] for record in log if "eval/loss" in record] == [3, 6, 9, 12]
+    assert log[-1]["train/loss"] < 0.7 * log[0]["train/loss"]
+    assert log[-1]["eval/loss"] < 0.8 * log[2]["eval/loss"]
+    assert {"train/grad_norm", "train/lr", "perf/tokens_per_s"} <= log[0].keys()
+    assert checkpoint_step(latest_checkpoint(config.ckpt.checkpoints)) == 12
+    assert any(value.any() for value in weights(config).values())
+
+
+def test_resuming_repeats_the_run_exactly(config):
+    run_sft(config)
+    expected, final = losses(config), weights(config)
+    for path in config.ckpt.checkpoints.iterdir():  # as if killed after step 5
+        if checkpoint_step(path) > 5:
+            shutil.rmtree(path)
+    run_sft(replace(config, ckpt=replace(config.ckpt, load_enable=True)))
+    assert losses(config) == expected
+    assert all(torch.equal(value, final[name]) for name, value in weights(config).items())
+
+
+def test_resuming_with_another_order_of_the_data_is_refused(config):
+    short = replace(config, train=replace(config.train, max_steps=1))
+    run_sft(short)
+    other = replace(short, train=replace(short.train, seed=1), ckpt=replace(config.ckpt, load_enable=True))
+    with pytest.raises(CheckpointError, match="repeat or skip conversations"):
+        run_sft(other)
+
+
+def test_exports_beside_checkpoints_and_no_final_save(config):
+    ckpt = replace(config.ckpt, save_steps=1, save_hf=True, max_num=1, disable_final_save=True)
+    run_sft(replace(config, train=replace(config.train, max_steps=2), ckpt=ckpt))
+    assert [path.name for path in ckpt.checkpoints.iterdir()] == ["step_000002"]
+    AutoModelForCausalLM.from_pretrained(ckpt.checkpoints / "step_000002" / "hf")
+    assert not (ckpt.output_dir / "config.json").exists()
+
+
+def sft_process(config, **environment):
+    os.environ.update(environment)
+    run_sft(config)
+
+
+def test_sigterm_saves_and_exits_with_zero(config):
+    endless = replace(config, train=replace(config.train, max_epochs=10_000), eval=SftEvalConfig())
+    process = CONTEXT.Process(target=sft_process, args=(endless,))
+    process.start()
+    metrics = config.ckpt.run_dir / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+        assert process.is_alive() and time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(30)
+    assert process.exitcode == 0
+    assert checkpoint_step(latest_checkpoint(config.ckpt.checkpoints)) == records(config)[-1]["step"]
+    assert not (config.ckpt.output_dir / "config.json").exists()  # it is not finished
+
+
+def test_two_ranks_train_as_one(config, tmp_path):
+    short = replace(config, train=replace(config.train, max_steps=3, micro_batch_size=3))
+    run_sft(short)
+    two = replace(short, ckpt=replace(config.ckpt, output_dir=tmp_path / "two"), fsdp=FsdpConfig(device="cpu"))
+    torchrun = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        CONTEXT.Process(target=sft_process, args=(two,), kwargs={"RANK": str(rank), **torchrun}) for rank in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+    assert [process.exitcode for process in ranks] == [0, 0]
+    one, both = records(short), records(two)
+    assert one[0]["train/loss"] == pytest.approx(both[0]["train/loss"], abs=1e-6)
+    assert one[0]["train/grad_norm"] == pytest.approx(both[0]["train/grad_norm"], rel=1e-5)
+    assert one[2]["eval/loss"] == pytest.approx(both[2]["eval/loss"], rel=1e-3)
+    assert weights(two).keys() == weights(short).keys()
