@@ -15,7 +15,7 @@ import torch
 
 from molt.config import RLConfig
 from molt.errors import ResourceError
-from molt.parallel.mesh import DTYPES, device_count, param_dtype, resolve_device
+from molt.parallel.mesh import DTYPES, param_dtype, resolve_device
 from molt.rollout.engine_worker import EngineSettings, RolloutEngineWorker
 from molt.rollout.pool import EngineGroup
 from molt.rollout.producer import GRACE_S, RunnerPool

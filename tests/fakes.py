@@ -80,7 +80,9 @@ class FakeEngine:
 
     @torch.no_grad()
     def _logprobs(self, ids: list[int], temperature: float) -> torch.Tensor:
-        return (self.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float() / temperature).log_softmax(-1)
+        return (self.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float() / temperature).log_softmax(
+            -1
+        )
 
 
 FakeEngineWorker = ray.remote(max_concurrency=16384)(FakeEngine)

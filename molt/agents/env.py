@@ -37,8 +37,8 @@ class Result:
             if name == "score" and value is None:
                 continue
             try:
-                float(value)
-            except (TypeError, ValueError):
+                math.isfinite(value)  # refuses text, which float() would read
+            except (TypeError, ValueError, RuntimeError):
                 raise AgentError(
                     f"Result.{name} (={value!r}) is not a number: nothing could be learned from it. Return a float."
                 ) from None
@@ -53,10 +53,12 @@ class Result:
                 f"Result.sampling_params has {sorted(unknown)}: only {sorted(_SAMPLING_KEYS)} can change within an "
                 "episode, anything else would make the sampled log-probs those of another distribution. Remove it."
             )
-
-    @property
-    def finite(self) -> bool:
-        return math.isfinite(self.reward) and (self.score is None or math.isfinite(self.score))
+        budget = (self.sampling_params or {}).get("max_new_tokens", 1)
+        if not isinstance(budget, int) or budget < 1:
+            raise AgentError(
+                f"Result.sampling_params max_new_tokens (={budget!r}): the model could not answer the next turn. "
+                "Use an integer >= 1, or end the episode."
+            )
 
 
 class Env:
@@ -78,7 +80,9 @@ class Env:
 
     async def step(self, state: dict[str, Any]) -> Result:
         """Judge `state["action"]`. Raise `PolicyFailure` when the model's own doing cannot be judged."""
-        raise AgentError(f"{type(self).__name__} defines no `async def step(self, state)`: no reward can arise. Add it.")
+        raise AgentError(
+            f"{type(self).__name__} defines no `async def step(self, state)`: no reward can arise. Add it."
+        )
 
     async def close(self) -> None:
         """Release what the episode held; runs however the episode ended."""

@@ -1,6 +1,7 @@
 """From `--train.agent_path` to a runner."""
 
 import importlib.util
+import sys
 from pathlib import Path
 
 from molt.agents.step_runner import StepEnvRunner
@@ -17,6 +18,7 @@ def load_runner(agent_path: str) -> StepEnvRunner:
     if spec is None or spec.loader is None:
         raise AgentError(f"train.agent_path (={agent_path}) is not a Python file: it cannot be imported. Use FILE.py.")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look a class's module up there
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # the user's file may raise anything

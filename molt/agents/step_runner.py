@@ -4,8 +4,11 @@ What a runner knows of the world is `EpisodeContext`: a prompt, a model to call 
 renderer, limits. It knows nothing of engines, Ray or training.
 """
 
+import copy
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any
 
 from molt.agents.env import Env, Result
@@ -43,9 +46,9 @@ class Episode:
 class StepEnvRunner:
     """The runner of the `Env` contract. A user's file exports
 
-        class AgentRunner(StepEnvRunner):
-            def __init__(self):
-                super().__init__(MyEnv)
+    class AgentRunner(StepEnvRunner):
+        def __init__(self):
+            super().__init__(MyEnv)
     """
 
     def __init__(self, env_class: type[Env]):
@@ -58,7 +61,9 @@ class StepEnvRunner:
         try:
             await self._play(env, context, episode)
         except PolicyFailure as failure:
-            episode.outcome = failure
+            _require_finite(env, reward=failure.reward)
+            # Only what it says: the user's subclass means nothing to the driver, which lacks the user's file.
+            episode.outcome = PolicyFailure(failure.reward, str(failure.reason))
         finally:
             await env.close()
         return episode
@@ -66,8 +71,9 @@ class StepEnvRunner:
     async def _play(self, env: Env, context: EpisodeContext, episode: Episode) -> None:
         prompt = context.prompt
         state: dict[str, Any] = {
-            "prompt": prompt.messages if prompt.messages is not None else prompt.text,
-            "label": prompt.label,
+            # Copies: the other rollouts of the group start from the same prompt.
+            "prompt": copy.deepcopy(prompt.text if prompt.messages is None else prompt.messages),
+            "label": copy.deepcopy(prompt.label),
             "data_source": prompt.data_source,
             "seed": context.seed,
         }
@@ -77,8 +83,13 @@ class StepEnvRunner:
                 f"{type(env).__name__}.reset returned {type(state).__name__} without a `prompt`: there is nothing to "
                 "show the model. Return the state it was given."
             )
-        key = "text" if isinstance(state["prompt"], str) else "messages"
-        ids = context.renderer.prompt_ids(replace(prompt, **{"text": None, "messages": None, key: state["prompt"]}))
+        key, kind = ("text", str) if prompt.messages is None else ("messages", list)
+        if not isinstance(state["prompt"], kind):
+            raise AgentError(
+                f"{type(env).__name__}.reset left a {type(state['prompt']).__name__} as `prompt`: it cannot be shown to "
+                f"the model. Leave a {kind.__name__}, as it was given (data.apply_chat_template says which)."
+            )
+        ids = context.renderer.prompt_ids(replace(prompt, **{key: state["prompt"]}))
         reward, score, budget = 0.0, None, None
         while True:
             room = context.max_len - len(ids)
@@ -93,13 +104,14 @@ class StepEnvRunner:
                 "finish_reason": turn.finish_reason,
             }
             episode.turns.append(turn)
+            episode.truncated = turn.finish_reason == "length"  # also if `step` raises PolicyFailure
             result = _checked(await env.step(state), env)
             reward += float(result.reward)
             score = score if result.score is None else float(result.score)
             episode.outcome = Scored(reward, reward if score is None else score)
-            episode.info |= {k: float(v) for k, v in result.info.items() if isinstance(v, (int, float))}
-            episode.truncated = result.truncated or turn.finish_reason == "length"
+            episode.info |= {k: float(v) for k, v in result.info.items() if isinstance(v, Real)}
             if result.terminated or result.truncated or len(episode.turns) == context.max_turns:
+                episode.truncated |= bool(result.truncated or not result.terminated)
                 return
             budget = (result.sampling_params or {}).get("max_new_tokens")
             sampled = turn.token_ids.tolist()
@@ -112,6 +124,11 @@ def _checked(result: Result, env: Env) -> Result:
             f"{type(env).__name__}.step returned a {type(result).__name__}: reward and end of the episode are unknown. "
             "Return molt.agents.Result(reward=...)."
         )
-    if not result.finite:
-        raise InfraFailure("reward_not_finite", f"{type(env).__name__}.step returned reward {result.reward}")
+    _require_finite(env, reward=result.reward, score=result.score)
     return result
+
+
+def _require_finite(env: Env, **values: float | None) -> None:
+    for name, value in values.items():
+        if value is not None and not math.isfinite(value):
+            raise InfraFailure("reward_not_finite", f"{type(env).__name__}.step returned {name} {value}")

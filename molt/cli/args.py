@@ -15,13 +15,13 @@ import sys
 import tomllib
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import tyro
 
-from molt.errors import ConfigError, did_you_mean
+from molt.errors import ConfigError, MoltError, did_you_mean
 
 Config = TypeVar("Config")
 
@@ -139,9 +139,10 @@ def _from_table(default: Any, table: Any, prefix: str, path: Path) -> Any:
 
 def _typed(value: Any, hint: Any, name: str, path: Path) -> Any:
     """A TOML value as the type of its field; TOML has no null, so None never occurs."""
-    if isinstance(hint, types.UnionType):
-        (hint,) = (option for option in typing.get_args(hint) if option is not types.NoneType)
     args = typing.get_args(hint)
+    if types.NoneType in args:
+        (hint,) = (arg for arg in args if arg is not types.NoneType)
+        args = typing.get_args(hint)
     if typing.get_origin(hint) is Literal:
         if value in args:
             return value
@@ -186,3 +187,12 @@ def _toml(value: Any) -> str:
         return f"[{', '.join(map(_toml, value))}]"
     # A JSON string is a TOML string, except that TOML wants DEL escaped.
     return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def run_command(command: Callable[[list[str]], int | None], argv: list[str]) -> int:
+    """Run a command and return its exit code. A MoltError is printed without traceback: 2 for a ConfigError, else 1."""
+    try:
+        return command(argv) or 0
+    except MoltError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1

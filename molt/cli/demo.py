@@ -29,7 +29,9 @@ CHAT_TEMPLATE = (
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="molt demo", description=__doc__)
-    parser.add_argument("--output_dir", type=Path, default=Path("demo"), help="where everything lands (default: ./demo)")
+    parser.add_argument(
+        "--output_dir", type=Path, default=Path("demo"), help="where everything lands (default: ./demo)"
+    )
     parser.add_argument("--train.seed", dest="seed", type=int, default=42, help="seed of data, model and sampling")
     known, rl_flags = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     run_demo(known.output_dir, known.seed, rl_flags)

@@ -1,13 +1,12 @@
 """The console script `molt`. Commands are imported when they are asked for: `molt --help` is instant."""
 
 import sys
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
-from molt.cli.args import parse
+from molt.cli.args import parse, run_command
 from molt.config import RLConfig, SftConfig
-from molt.errors import ConfigError, MoltError, did_you_mean
+from molt.errors import ConfigError, did_you_mean
 
 TRAINERS = {"rl": ("molt.cli.train_rl_ray", RLConfig), "sft": ("molt.cli.train_sft", SftConfig)}
 HELP = """molt trains agents with reinforcement learning.
@@ -55,15 +54,6 @@ def train(name: str, argv: list[str]) -> int | None:
 
 def demo(argv: list[str]) -> int | None:
     return import_module("molt.cli.demo").main(argv)
-
-
-def run_command(command: Callable[[list[str]], int | None], argv: list[str]) -> int:
-    """Run a command and return its exit code. A MoltError is printed without traceback: 2 for a ConfigError, else 1."""
-    try:
-        return command(argv) or 0
-    except MoltError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
 
 
 COMMANDS = {

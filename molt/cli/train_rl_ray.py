@@ -14,7 +14,7 @@ import ray
 from molt import cluster
 from molt.algo.advantage import ADVANTAGES
 from molt.chat.render import Renderer, load_renderer
-from molt.cli.args import dump, parse
+from molt.cli.args import dump, parse, run_command
 from molt.cli.check import check_or_raise, show
 from molt.config import RLConfig
 from molt.data.prompts import PromptDataset, PromptStream
@@ -56,7 +56,7 @@ def run_rl(config: RLConfig, engine_worker: Any = RolloutEngineWorker) -> None:
     finally:
         ray.shutdown()
     # The page is made outside the RL path; failing to draw it does not fail the run.
-    subprocess.run([sys.executable, "-m", "molt.report.page", str(config.ckpt.run_dir)], check=False, timeout=300)
+    subprocess.run([sys.executable, "-m", "molt", "report", str(config.ckpt.output_dir)], check=False, timeout=300)
 
 
 async def drive(config: RLConfig, engine_worker: Any = RolloutEngineWorker) -> None:
@@ -207,6 +207,4 @@ def _first(error: BaseException) -> BaseException:
 
 
 if __name__ == "__main__":
-    from molt.cli.main import run_command
-
     sys.exit(run_command(main, sys.argv[1:]))

@@ -1,13 +1,15 @@
 """`molt sft`: supervised fine-tuning.
 
-molt sft ...flags                                               one process
-torchrun --nproc_per_node 2 -m molt.cli.train_sft ...flags      two
+    molt sft ...flags                                             one process
+    torchrun --nproc_per_node 2 -m molt.cli.train_sft ...flags    two
+
+The first rank checks the settings; the others wait for it in the process group.
 """
 
 import os
 import sys
 
-from molt.cli.args import dump, parse
+from molt.cli.args import dump, parse, run_command
 from molt.cli.check import (
     LOOK_ROWS,
     Findings,
@@ -17,8 +19,8 @@ from molt.cli.check import (
     check_overlap,
     check_settings,
     first_rows,
+    show,
 )
-from molt.cli.main import run_command
 from molt.config import SftConfig
 
 
@@ -49,10 +51,8 @@ def _check_conversations(found: Findings, config: SftConfig, tokenizer) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Check, then train. Raises a MoltError when something is wrong."""
     config = parse(SftConfig, sys.argv[1:] if argv is None else argv, prog="molt sft")
-    if int(os.environ.get("RANK", 0)) == 0:  # torchrun's protocol; its other ranks wait in the process group
-        for finding in check_or_raise(config, static_checks):
-            if finding.level == "warning":
-                print(f"warning: {finding.text}", file=sys.stderr)
+    if int(os.environ.get("RANK", 0)) == 0:  # torchrun's protocol
+        show(check_or_raise(config, static_checks))
         config.ckpt.run_dir.mkdir(parents=True, exist_ok=True)
         (config.ckpt.run_dir / "config.toml").write_text(dump(config), encoding="utf-8")
     from molt.train.sft import run_sft

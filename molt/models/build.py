@@ -64,7 +64,7 @@ def load_config(path: str, max_len: int | None = None) -> PreTrainedConfig:
     generates = all(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or not generates:
         raise ConfigError(
-            f"{setting} is {names or type(config).__name__}, not a causal LM: it cannot generate text. Use one that can."
+            f"{setting} is {names or type(config).__name__}, not a causal LM: it cannot generate text. Use one."
         )
     scales = {name: getattr(config, name) for name in LOGIT_SCALES if getattr(config, name, 1.0) not in (None, 1.0)}
     if scales:

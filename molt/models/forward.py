@@ -34,12 +34,8 @@ class PolicyModel(nn.Module):
         cu_seqlens = None if batch.cu_seqlens is None else batch.cu_seqlens.to(device)
         segments = {}
         if cu_seqlens is not None:
-            segments = {
-                "cu_seq_lens_q": cu_seqlens,
-                "cu_seq_lens_k": cu_seqlens,
-                "max_length_q": batch.max_seqlen,
-                "max_length_k": batch.max_seqlen,
-            }
+            segments = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), cu_seqlens)
+            segments |= dict.fromkeys(("max_length_q", "max_length_k"), batch.max_seqlen)
         # attention_mask must be None: an all-ones mask silently turns packing off; so does a cache.
         hidden = self.causal_lm.base_model(
             input_ids=token_ids,

@@ -11,64 +11,56 @@ import torch
 from torch import Tensor
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, temperature: float) -> Tensor:
+def _logits(hidden: Tensor, weight: Tensor, softcap: float | None, temperature: float) -> Tensor:
     """float32 [n, V], divided by the temperature."""
     logits = (hidden @ weight.t()).float()
-    if bias is not None:
-        logits += bias
     if softcap is not None:
         logits = logits.div_(softcap).tanh_().mul_(softcap)
     return logits.div_(temperature)
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
-    """logprob[i] = z[i, token_i] - logsumexp(z[i]), z = (hidden W' + bias) / temperature; entropy without gradient."""
+    """logprob[i] = z[i, token_i] - logsumexp(z[i]), z = hidden W' / temperature; entropy without gradient."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, token_ids, temperature, softcap, chunk):
+    def forward(ctx, hidden, weight, token_ids, temperature, softcap, chunk):
         logprobs = hidden.new_empty(len(hidden), dtype=torch.float32)
         entropy, lse = torch.empty_like(logprobs), torch.empty_like(logprobs)
         for i in range(0, len(hidden), chunk):
             rows = slice(i, i + chunk)
-            z = _logits(hidden[rows], weight, bias, softcap, temperature)
+            z = _logits(hidden[rows], weight, softcap, temperature)
             lse[rows] = z.logsumexp(-1)
             logprobs[rows] = z.gather(1, token_ids[rows, None])[:, 0] - lse[rows]
             p = (z - lse[rows, None]).exp_()
             entropy[rows] = lse[rows] - p.mul_(z).sum(-1)
-        ctx.save_for_backward(hidden, weight, bias, token_ids, lse)
-        ctx.settings = (softcap, temperature)
-        ctx.chunk = chunk
+        ctx.save_for_backward(hidden, weight, token_ids, lse)
+        ctx.settings = (temperature, softcap, chunk)
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx, grad, _):
-        hidden, weight, bias, token_ids, lse = ctx.saved_tensors
-        softcap, temperature = ctx.settings
+        hidden, weight, token_ids, lse = ctx.saved_tensors
+        temperature, softcap, chunk = ctx.settings
         d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         # Summed in float32 whatever the compute dtype: there are many chunks.
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        d_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
-        for i in range(0, len(hidden), ctx.chunk):
-            rows = slice(i, i + ctx.chunk)
-            z = _logits(hidden[rows], weight, bias, softcap, temperature)
+        for i in range(0, len(hidden), chunk):
+            rows = slice(i, i + chunk)
+            z = _logits(hidden[rows], weight, softcap, temperature)
             # d logprob / dz = onehot(token) - softmax(z)
             d = (z - lse[rows, None]).exp_().mul_(-grad[rows, None])
             d.scatter_add_(1, token_ids[rows, None], grad[rows, None])
             if softcap is not None:
                 d *= 1 - (z * (temperature / softcap)) ** 2  # tanh' = 1 - tanh²
-            d.div_(temperature)
-            if d_bias is not None:
-                d_bias += d.sum(0)
-            d = d.to(hidden.dtype)
+            d = d.div_(temperature).to(hidden.dtype)
             if d_hidden is not None:
                 torch.mm(d, weight, out=d_hidden[rows])
             if d_weight is not None and d.dtype == torch.float32:
                 d_weight.addmm_(d.t(), hidden[rows])
             elif d_weight is not None:
                 d_weight += d.t() @ hidden[rows]
-        d_weight = None if d_weight is None else d_weight.to(weight.dtype)
-        return d_hidden, d_weight, None if d_bias is None else d_bias.to(bias.dtype), None, None, None, None
+        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None, None
 
 
 def _scored(token_ids: Tensor, cu_seqlens: Tensor | None, needed: Tensor | None) -> Tensor:
@@ -105,16 +97,10 @@ def token_logprobs(
     if chunk_elements is None:  # large enough to keep the matrix units busy, small against the activations
         chunk_elements = 2**22 if hidden.device.type == "cpu" else 2**26
     scored = _scored(token_ids, cu_seqlens, needed)
-    index = scored.flatten().nonzero()[:, 0]
-    per_token = _ChunkedLogProbs.apply(
-        hidden.flatten(0, 1).index_select(0, index - 1),  # THE shift
-        weight,
-        bias,
-        token_ids[scored],
-        temperature,
-        softcap,
-        max(1, chunk_elements // len(weight)),
-    )
+    hidden = hidden.flatten(0, 1).index_select(0, scored.flatten().nonzero()[:, 0] - 1)  # THE shift
+    if bias is not None:  # rare: one more input that is always 1
+        hidden, weight = torch.cat([hidden, hidden.new_ones(len(hidden), 1)], 1), torch.cat([weight, bias[:, None]], 1)
+    chunk = max(1, chunk_elements // len(weight))
+    values = _ChunkedLogProbs.apply(hidden, weight, token_ids[scored], temperature, softcap, chunk)
     zeros = torch.zeros_like(token_ids, dtype=torch.float32)
-    logprobs, entropy = (zeros.masked_scatter(scored, values) for values in per_token)
-    return logprobs, entropy
+    return zeros.masked_scatter(scored, values[0]), zeros.masked_scatter(scored, values[1])

@@ -37,14 +37,14 @@ class Receipt:
 def checksum(tensor: torch.Tensor) -> int:
     """A 64-bit position-weighted sum of a tensor's bits; runs on the tensor's own device.
 
-    `h <- h * MIX + sum_i (i + 1) * word_i (mod 2^64)` over chunks of 2^20 words, so it changes when
-    a bit changes, when elements swap places and when the shape's element count changes.
+    `h <- h * MIX + sum_i (i + 1) * word_i (mod 2^64)` over chunks of 2^20 words, from a hash of dtype and
+    shape. So it changes when a bit changes, when elements swap places, and when either of these does.
     """
     flat = tensor.detach().contiguous().reshape(-1)
     width = {1: torch.uint8, 2: torch.int16}.get(flat.element_size(), torch.int32)
     words = flat.view(width)
     ramp = torch.arange(1, min(len(words), _CHUNK) + 1, device=flat.device)
-    value = len(words)
+    value = zlib.crc32(f"{tensor.dtype} {list(tensor.shape)}".encode())
     for start in range(0, len(words), _CHUNK):
         chunk = words[start : start + _CHUNK].to(torch.int64)
         value = (value * _MIX + int((chunk * ramp[: len(chunk)]).sum())) & _MASK

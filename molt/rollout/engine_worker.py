@@ -6,7 +6,6 @@ these methods (the tests have a fake one). vLLM carries a version as a string; h
 
 import asyncio
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -137,7 +136,9 @@ class VllmEngine:
         final = None
         async for final in self.llm.generate(TokensPrompt(prompt_token_ids=ids), params, f"score-{self._scored}"):
             pass
-        values = [0.0] + [position[token].logprob for position, token in zip(final.prompt_logprobs[1:], ids[1:], strict=True)]
+        values = [0.0] + [
+            position[token].logprob for position, token in zip(final.prompt_logprobs[1:], ids[1:], strict=True)
+        ]
         return np.asarray(values, np.float32)
 
     async def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ async def evaluate(
     """`eval/<source>/pass1`, `pass<n>`, response length, truncation and failures, per data source.
 
     `pass1` is the mean over prompts of the mean score; `pass<n>` as in `pass_at_k`. A rollout that the
-    infrastructure failed is left out and counted. The same prompt and rollout get the same seed every time.
+    infrastructure failed is left out and counted; a source without any other has no `pass1`. The same prompt and rollout get the same seed every time.
     """
     n = config.n_samples_per_prompt or rollout.n_samples_per_prompt
     tasks = [_task(prompt, n, rollout, config) for prompt in prompts]
@@ -58,9 +58,9 @@ def _score(groups: Sequence[Sequence[RolloutInfo]], n: int) -> dict[str, Metric]
     scores = [[r.outcome.score for r in rollouts] for rollouts in scored if rollouts]
     done = [r for rollouts in scored for r in rollouts]
     metrics = {
-        "pass1": Metric(sum(pass_at_k(s, 1) for s in scores), max(1, len(scores))),
-        "response_length": Metric(sum(r.generated_tokens for r in done), max(1, len(done))),
-        "truncated": Metric(sum(r.truncated for r in done), max(1, len(done))),
+        "pass1": Metric(sum(pass_at_k(s, 1) for s in scores), len(scores)),
+        "response_length": Metric(sum(r.generated_tokens for r in done), len(done)),
+        "truncated": Metric(sum(r.truncated for r in done), len(done)),
         "failures": Metric(len(groups) * n - len(done)),
     }
     full = [s for s in scores if len(s) == n]

@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import numpy as np
 import ray
@@ -32,16 +32,16 @@ class EnginePool:
 
     async def generate(self, rollout: str, prompt_ids: list[int], sampling: Sampling, timeout_s: float) -> Turn:
         """One turn. Raises `InfraFailure` when no engine answers within the attempts and the deadline."""
-        failed: list[str] = []
+        failed: dict[int, str] = {}
         async with asyncio.timeout(timeout_s):
             for _ in range(MAX_ATTEMPTS):
-                index = self._affinity.setdefault(rollout, self._least_loaded())
+                index = self._affinity.setdefault(rollout, self._least_loaded(failed))
                 try:
                     return await self._call(index, prompt_ids, sampling)
                 except (EngineError, RayActorError, RayTaskError) as error:
-                    failed.append(f"engine {index}: {error!r}")
+                    failed[index] = f"engine {index}: {error!r}"
                     self._affinity.pop(rollout, None)
-        raise InfraFailure("engine", f"{MAX_ATTEMPTS} attempts failed: {failed[-1]}")
+        raise InfraFailure("engine", f"{MAX_ATTEMPTS} attempts failed: {'; '.join(failed.values())}")
 
     def forget(self, rollout: str) -> None:
         """The rollout is over."""
@@ -59,8 +59,9 @@ class EnginePool:
         finally:
             self.in_flight[index] -= 1
 
-    def _least_loaded(self) -> int:
-        return min(range(len(self.engines)), key=self.in_flight.__getitem__)
+    def _least_loaded(self, failed: Container[int]) -> int:
+        """A dead engine answers at once and looks idle, so one that just failed comes last."""
+        return min(range(len(self.engines)), key=lambda index: (index in failed, self.in_flight[index]))
 
 
 class EngineGroup:

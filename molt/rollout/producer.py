@@ -24,7 +24,7 @@ from molt.rollout.admission import may_start, select_batch
 from molt.rollout.runner_worker import GroupResult, GroupTask
 from molt.types import Group, InfraFailure, Metric, Prompt, Sample
 
-MIN_ATTEMPTS = 20
+MIN_ATTEMPTS = 50
 """Rollout attempts before a failure rate means anything."""
 GRACE_S = 60.0
 """What a runner may take beyond the deadlines it enforces itself."""
@@ -108,7 +108,9 @@ class FailureWindow:
         reasons = Counter(reason for reason in self.recent if reason)
         failed = sum(reasons.values())
         if len(self.recent) >= MIN_ATTEMPTS and failed > self.limit * len(self.recent):
-            table = "\n".join(f"  {count:5d}  {reason}: {self.details[reason]}" for reason, count in reasons.most_common())
+            table = "\n".join(
+                f"  {count:5d}  {reason}: {self.details[reason]}" for reason, count in reasons.most_common()
+            )
             raise FailureRateError(
                 f"{failed} of the last {len(self.recent)} rollout attempts failed, above rollout.max_failure_rate "
                 f"(={self.limit:g}). Training on would see a biased part of the task, so the run stops; nothing that "
@@ -209,9 +211,11 @@ class Producer:
 
     def ledger(self) -> dict[str, Any]:
         """What a checkpoint holds of the prompts: the next position, and who is open."""
+        running = [group.prompt for group in self._by_order() if not group.finished]
         return {
             "position": self.position,
-            "in_flight": [self.stream.index(g.prompt.epoch, g.prompt.position) for g in self._by_order() if not g.finished],
+            # Prompts of a resume that wait for a slot are as open as those that run.
+            "in_flight": [self.stream.index(p.epoch, p.position) for p in (*running, *self.restarts)],
         }
 
     def restore(self, ledger: dict[str, Any], finished: Sequence[Group], version: int) -> None:
@@ -269,7 +273,7 @@ class Producer:
         try:
             result, samples = await self.runners.run_group(task)
         except InfraFailure as failure:
-            self.failures.add([failure], good=False)
+            self._count(group, None, [failure], good=False)
             self._discard(group, failure.reason, failure.detail)
             return
         if result.unusable:
@@ -280,16 +284,25 @@ class Producer:
             failed = isinstance(rollout.outcome, InfraFailure)
             lost = rollout.outcome if failed else lost
             attempts = [*rollout.failures, *([rollout.outcome] if failed else [])]
-            for failure in attempts:
-                self.metrics.append({f"faults/{failure.reason}": Metric(1.0)})
-                self.on_event("rollout_failed", group=group.prompt.group_id, rollout=rollout.index,
-                              reason=failure.reason, detail=failure.detail)
-            self.failures.add(attempts, good=not failed)
+            self._count(group, rollout.index, attempts, good=not failed)
         if lost is not None:  # never trained with a silently smaller baseline
             self._discard(group, lost.reason, lost.detail)
             return
         group.rollouts, group.samples = result.rollouts, samples
         self._notify()
+
+    def _count(self, group: Group, rollout: int | None, failures: Sequence[InfraFailure], good: bool) -> None:
+        """Failed attempts of one rollout, or of a whole group (None). Raises `FailureRateError`."""
+        for failure in failures:
+            self.metrics.append({f"faults/{failure.reason}": Metric(1.0)})
+            self.on_event(
+                "rollout_failed",
+                group=group.prompt.group_id,
+                rollout=rollout,
+                reason=failure.reason,
+                detail=failure.detail,
+            )
+        self.failures.add(failures, good=good)
 
     def _discard(self, group: Group | None, reason: str, detail: str) -> None:
         self.discarded[reason] += 1

@@ -58,9 +58,8 @@ class GroupResult:
     """Why the prompt cannot be rolled out at all, such as being longer than the context."""
 
 
-@ray.remote(max_concurrency=16384)
-class RunnerWorker:
-    """Hosts the user's agent."""
+class AgentHost:
+    """Hosts the user's agent; `RunnerWorker` is the Ray actor of it."""
 
     def __init__(self, settings: RunnerSettings, engines: Sequence[ray.actor.ActorHandle], name: str):
         self.settings = settings
@@ -93,7 +92,8 @@ class RunnerWorker:
             try:
                 episode = await self._attempt(task, index)
             except InfraFailure as failure:
-                failures.append(failure)
+                # Only what it says: a user's subclass means nothing to the driver, and a traceback keeps its frames.
+                failures.append(InfraFailure(str(failure.reason), str(failure.detail)))
         samples = [to_sample(episode.turns)] if episode and episode.turns else []
         info = RolloutInfo(
             group_id=task.prompt.group_id,
@@ -138,16 +138,20 @@ class RunnerWorker:
             max_turns=self.settings.max_turns,
         )
         try:
-            async with asyncio.timeout(self.settings.timeout_s):
+            async with asyncio.timeout(self.settings.timeout_s) as deadline:
                 return await self.runner.run(context)
         except InfraFailure:
             raise
-        except TimeoutError:
-            raise InfraFailure("timeout", f"no end within rollout.timeout_s (={self.settings.timeout_s:g})") from None
         except Exception as error:  # fault boundary: one rollout
+            if isinstance(error, TimeoutError) and deadline.expired():  # not a time limit of the agent's own
+                detail = f"no end within rollout.timeout_s (={self.settings.timeout_s:g})"
+                raise InfraFailure("timeout", detail) from None
             raise InfraFailure(type(error).__name__, _where(error)) from error
         finally:
             self.pool.forget(rollout)
+
+
+RunnerWorker = ray.remote(max_concurrency=16384)(AgentHost)
 
 
 def seed_of(*parts: int) -> int:

@@ -43,11 +43,10 @@ def save_checkpoint(
     optimizer: Optimizer,
     scheduler: LRScheduler,
     extra: Mapping[str, Any],
-    blobs: Mapping[str, bytes] | None = None,
 ) -> Path:
     """Both phases for ranks that own their checkpoint (SFT). Every rank calls it; returns the finished directory.
 
-    extra: JSON-able, returned by `load_checkpoint`. blobs: more files, by name. Only rank 0's count.
+    extra: JSON-able, returned by `load_checkpoint`; rank 0's counts.
     """
     tmp, owner = temporary(directory, step), dist.get_rank() == 0
     if owner:
@@ -57,8 +56,6 @@ def save_checkpoint(
     dist.barrier()  # default group, every rank: the manifest must see all parts
     if owner:
         (tmp / "extra.json").write_text(json.dumps(extra))
-        for name, blob in (blobs or {}).items():
-            (tmp / name).write_bytes(blob)
         commit(tmp)
     dist.barrier()  # default group, every rank: the checkpoint exists when anyone returns
     return tmp.with_suffix("")
@@ -81,7 +78,8 @@ def write_part(tmp: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRS
     """Write what the training ranks hold. Every rank calls it, with the same directory on a shared disk."""
     # Collective on the default group: every rank. It also removes duplicates of replicated tensors.
     dcp.save(_tensors(model, optimizer), checkpoint_id=tmp / "model")
-    torch.save(_random_state(model), tmp / f"rng_{dist.get_rank():05d}.pt")
+    # The host's generator alone: dropout is off, so nothing draws on a device.
+    torch.save(torch.get_rng_state(), tmp / f"rng_{dist.get_rank():05d}.pt")
     if dist.get_rank() == 0:
         (tmp / "trainer.json").write_text(json.dumps({"scheduler": scheduler.state_dict()}))
 
@@ -182,7 +180,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer, schedule
         group["lr"] = lr
     random_state = path / f"rng_{dist.get_rank():05d}.pt"
     if random_state.exists():  # a rank that did not exist then keeps its fresh one
-        _set_random_state(torch.load(random_state, weights_only=True), model)
+        torch.set_rng_state(torch.load(random_state, weights_only=True))
     extra = path / "extra.json"
     return json.loads(extra.read_text()) if extra.exists() else {}
 
@@ -196,25 +194,6 @@ def _tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     for name, p in params.items():
         tensors |= {f"optimizer/{name}/{key}": value for key, value in optimizer.state.get(p, {}).items()}
     return tensors
-
-
-def _device_module(model: nn.Module):
-    """torch's module of the accelerator that the model is on, or None on a CPU."""
-    device = next(model.parameters()).device
-    return None if device.type == "cpu" else torch.get_device_module(device)
-
-
-def _random_state(model: nn.Module) -> dict[str, Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if module := _device_module(model):
-        states["device"] = module.get_rng_state()
-    return states
-
-
-def _set_random_state(states: dict[str, Tensor], model: nn.Module) -> None:
-    torch.set_rng_state(states["cpu"])
-    if "device" in states and (module := _device_module(model)):
-        module.set_rng_state(states["device"])
 
 
 def export_hf(model: nn.Module, tokenizer, path: Path) -> None:

@@ -13,7 +13,6 @@ import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -56,8 +55,8 @@ def run_sft(config: SftConfig) -> None:
     Raises a `MoltError` for settings, data and checkpoints that cannot be used, and for a step that went wrong.
     """
     # torchrun's protocol; a single process has none of these.
-    rank, world_size, local_rank = (int(os.environ.get(name, default)) for name, default in RANKS)
-    address, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", 0))
+    rank, local_rank, port = (int(os.environ.get(name, 0)) for name in ("RANK", "LOCAL_RANK", "MASTER_PORT"))
+    world_size, address = int(os.environ.get("WORLD_SIZE", 1)), os.environ.get("MASTER_ADDR", "")
     device = resolve_device(config.fsdp.device, local_rank)
     single_threaded_on_cpu(device)
     torch.manual_seed(config.train.seed)
@@ -68,9 +67,6 @@ def run_sft(config: SftConfig) -> None:
             run.train(termination)
     finally:
         dist.destroy_process_group()
-
-
-RANKS = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
 
 
 class Termination:
@@ -116,7 +112,7 @@ class SftRun:
         """All steps from the newest checkpoint on."""
         ckpt, start = self.config.ckpt, self._resume()
         log = self._open_log(start) if self.rank == 0 else None
-        saved = start if start > 0 else None
+        saved, stop = start, False
         for step in range(start + 1, self.total_steps + 1):
             metrics = self._step(step)
             if self._evaluates(step):
@@ -129,11 +125,10 @@ class SftRun:
                 saved = step
             if stop:
                 break
-        else:
-            if not ckpt.disable_final_save:
-                if saved != self.total_steps:
-                    self._save(self.total_steps)
-                export_hf(self.model, self.tokenizer, ckpt.output_dir)
+        if not stop and not ckpt.disable_final_save:
+            if saved != self.total_steps:
+                self._save(self.total_steps)
+            export_hf(self.model, self.tokenizer, ckpt.output_dir)
         if log:
             log.close()
 
@@ -220,7 +215,7 @@ class SftRun:
             )
         return extra["step"]
 
-    def _save(self, step: int) -> Path:
+    def _save(self, step: int) -> None:
         ckpt = self.config.ckpt
         extra = {"step": step, "data": self._identity()}
         path = save_checkpoint(ckpt.checkpoints, step, self.model, self.optimizer, self.scheduler, extra)
@@ -228,7 +223,6 @@ class SftRun:
             export_hf(self.model, self.tokenizer, path / "hf")
         if self.rank == 0:
             prune(ckpt.checkpoints, ckpt.max_num)
-        return path
 
 
 def negative_log_likelihood(model: nn.Module, m: MicroBatch) -> tuple[Tensor, dict[str, Metric]]:

@@ -55,7 +55,8 @@ def optimizer_step(
             f"weights. {evidence} Lower the learning rate, or look at the samples of this step."
         )
     if 0 < max_norm < norm:
-        torch._foreach_mul_(grads, max_norm / norm)
+        for grad in grads:
+            grad.mul_(max_norm / norm)
     lr = max(group["lr"] for group in optimizer.param_groups)
     before = _fingerprint(params)
     optimizer.step()

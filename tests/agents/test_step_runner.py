@@ -1,0 +1,290 @@
+"""Episodes of an `Env` against a scripted model: which ids it sees, its budgets, and how episodes end."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from molt.agents import Env, PolicyFailure, Result, StepEnvRunner
+from molt.agents.step_runner import EpisodeContext
+from molt.chat.render import Renderer
+from molt.errors import AgentError
+from molt.types import InfraFailure, Prompt, Scored, Turn
+from tests.tiny import END_ID, char_tokenizer
+
+TOKENIZER = char_tokenizer()
+CHAT = Renderer(TOKENIZER, apply_chat_template=True)
+PLAIN = Renderer(TOKENIZER, apply_chat_template=False)
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def ids(text: str) -> list[int]:
+    return TOKENIZER(text, add_special_tokens=False).input_ids
+
+
+PROMPT_TEXT = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+PROMPT_LENGTH = len(ids(PROMPT_TEXT))  # 1 + 4 + 1 + 2 + 1 + 1 + 1 + 9 + 1 = 21
+
+
+class Script:
+    """A model that answers what it is told; remembers what it was asked."""
+
+    def __init__(self, *answers: str):
+        self.answers = list(answers)
+        self.seen: list[list[int]] = []
+        self.budgets: list[int] = []
+
+    async def __call__(self, prompt_ids: list[int], max_tokens: int) -> Turn:
+        self.seen.append(list(prompt_ids))
+        self.budgets.append(max_tokens)
+        sampled = [*ids(self.answers.pop(0)), END_ID][:max_tokens]
+        n = len(sampled)
+        return Turn(
+            np.array(prompt_ids, np.int32),
+            np.array(sampled, np.int32),
+            np.full(n, -0.5, np.float32),
+            np.full(n, 3, np.int32),
+            "stop" if sampled[-1] == END_ID else "length",
+        )
+
+
+class Scripted(Env):
+    """Gives the results of the class in order; one that is an exception is raised."""
+
+    results: list = []
+    states: list = []
+    closed = 0
+
+    async def step(self, state):
+        type(self).states.append(dict(state))
+        result = type(self).results.pop(0)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    async def close(self):
+        type(self).closed += 1
+
+
+def scripted(*results) -> type[Scripted]:
+    return type("Scripted", (Scripted,), {"results": list(results), "states": []})
+
+
+def run(env_class, model, *, messages=MESSAGES, text=None, max_len=200, **limits):
+    prompt = Prompt(0, 0, 0, None if text else messages, text, label="L", data_source="here")
+    context = EpisodeContext(prompt, model, PLAIN if text else CHAT, seed=7, max_len=max_len, **limits)
+    return asyncio.run(StepEnvRunner(env_class).run(context))
+
+
+def test_one_turn_and_the_state_the_env_sees():
+    env, model = scripted(Result(reward=1.0)), Script("ok")
+    episode = run(env, model)
+    assert TOKENIZER.decode(model.seen[0]) == PROMPT_TEXT
+    assert episode.outcome == Scored(1.0, 1.0) and not episode.truncated
+    assert [turn.token_ids.tolist() for turn in episode.turns] == [[*ids("ok"), END_ID]]
+    assert env.states == [
+        {
+            "prompt": MESSAGES,
+            "label": "L",
+            "data_source": "here",
+            "seed": 7,
+            "turn": 0,
+            "action": "ok",
+            "finish_reason": "stop",
+        }
+    ]
+    assert env.closed == 1
+
+
+def test_turn_two_sees_turn_one_plus_the_sampled_ids_plus_the_continuation():
+    model = Script("a", "b")
+    episode = run(scripted(Result(reward=0.25, observation="more", terminated=False), Result(reward=0.5)), model)
+    first, second = model.seen
+    continuation = ids("\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n")  # the model closed its own turn
+    assert second == [*first, *ids("a"), END_ID, *continuation]
+    assert episode.turns[1].prompt_ids.tolist() == second
+    assert episode.outcome == Scored(0.75, 0.75)  # 0.25 + 0.5
+    assert len(episode.turns) == 2
+
+
+def test_a_turn_cut_by_length_is_closed_for_the_model():
+    model = Script("abcdef", "b")
+    run(scripted(Result(0, observation="o", terminated=False), Result(0)), model, max_new_tokens=3)
+    continuation = ids("<|im_end|>\n<|im_start|>user\no<|im_end|>\n<|im_start|>assistant\n")
+    assert model.seen[1] == [*model.seen[0], *ids("abc"), *continuation]
+
+
+def test_plain_text_continues_with_the_observation_as_it_is():
+    model = Script("a", "b")
+    run(scripted(Result(0, observation=" so?", terminated=False), Result(0)), model, text="say")
+    assert model.seen == [ids("say"), [*ids("say"), *ids("a"), END_ID, *ids(" so?")]]
+
+
+def test_budget_is_the_smallest_of_room_setting_and_the_envs_wish_for_the_next_turn():
+    wish = {"max_new_tokens": 5}
+    results = [
+        Result(0, observation="o", terminated=False, sampling_params=wish),
+        Result(0, observation="o", terminated=False),
+        Result(0),
+    ]
+    model = Script("a", "b", "c")
+    run(scripted(*results), model, max_new_tokens=8)
+    assert model.budgets == [8, 5, 8]  # a wish holds for one turn
+    model = Script("a")
+    run(scripted(Result(0)), model, max_len=PROMPT_LENGTH + 4, max_new_tokens=8)
+    assert model.budgets == [4]
+    model = Script("a")
+    run(scripted(Result(0)), model)
+    assert model.budgets == [200 - PROMPT_LENGTH]
+
+
+def test_out_of_context_is_scored_with_what_was_earned_and_truncated():
+    # After turn 1: 21 prompt + 2 sampled + at least 22 of template. No room for a second turn.
+    env = scripted(Result(reward=0.5, observation="long", terminated=False))
+    episode = run(env, Script("a"), max_len=PROMPT_LENGTH + 10)
+    assert episode.outcome == Scored(0.5, 0.5) and episode.truncated and len(episode.turns) == 1
+    assert env.closed == 1
+    episode = run(scripted(), Script(), max_len=PROMPT_LENGTH)  # not even a first turn
+    assert episode.outcome == Scored(0.0, 0.0) and episode.truncated and episode.turns == []
+
+
+@pytest.mark.parametrize(
+    ("result", "answer", "truncated"),
+    [
+        (Result(0), "ok", False),
+        (Result(0, truncated=True), "ok", True),
+        (Result(0, terminated=False, truncated=True), "ok", True),
+        (Result(0), "cut by max_new_tokens", True),
+        (Result(0, truncated=np.bool_(True)), "ok", True),
+        (PolicyFailure(0.0, "no answer"), "cut by max_new_tokens", True),
+        (PolicyFailure(0.0, "no answer"), "ok", False),
+    ],
+)
+def test_truncated(result, answer, truncated):
+    assert run(scripted(result), Script(answer), max_new_tokens=4).truncated is truncated  # a bool: it is saved as json
+
+
+def test_only_the_last_turn_tells_whether_the_episode_was_cut():
+    results = [Result(0, observation="o", terminated=False), Result(0)]
+    assert not run(scripted(*results), Script("cut by length", "ok"), max_new_tokens=4).truncated
+
+
+def test_the_episode_ends_after_max_turns_as_truncated():
+    going_on = [Result(0.5, observation="o", terminated=False) for _ in range(3)]
+    episode = run(scripted(*going_on), Script("a", "b", "c"), max_turns=2)
+    assert len(episode.turns) == 2 and episode.outcome == Scored(1.0, 1.0) and episode.truncated
+    in_time = [Result(0, observation="o", terminated=False), Result(1)]
+    assert not run(scripted(*in_time), Script("a", "b"), max_turns=2).truncated
+
+
+def test_a_policy_failure_keeps_its_turns_and_its_own_reward():
+    class Unparsable(PolicyFailure):  # lives in the user's file, which the driver does not have
+        def __init__(self, what):
+            super().__init__(-1.0, f"unparsable {what}")
+
+    env = scripted(Result(0.5, observation="o", terminated=False), Unparsable("json"))
+    episode = run(env, Script("a", "b"))
+    assert type(episode.outcome) is PolicyFailure
+    assert (episode.outcome.reward, episode.outcome.score, episode.outcome.reason) == (-1.0, -1.0, "unparsable json")
+    assert len(episode.turns) == 2 and env.closed == 1
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_non_finite_reward_is_the_fault_of_the_infrastructure(bad):
+    for result in (Result(bad), Result(0.0, score=bad), PolicyFailure(bad)):
+        env = scripted(result)
+        with pytest.raises(InfraFailure) as failure:
+            run(env, Script("a"))
+        assert failure.value.reason == "reward_not_finite" and str(bad) in failure.value.detail
+        assert env.closed == 1
+
+
+def test_what_the_env_raises_passes_through_and_it_is_closed():
+    env = scripted(KeyError("sandbox"))
+    with pytest.raises(KeyError, match="sandbox"):
+        run(env, Script("a"))
+    assert env.closed == 1
+
+
+def test_score_defaults_to_the_episodes_reward_and_the_last_one_given_stands():
+    again = {"observation": "o", "terminated": False}
+    assert run(scripted(Result(0.5, **again), Result(1.0)), Script("a", "b")).outcome == Scored(1.5, 1.5)
+    episode = run(scripted(Result(0.5, score=0.25, **again), Result(1.0)), Script("a", "b"))
+    assert episode.outcome == Scored(1.5, 0.25)
+    episode = run(scripted(Result(0.5, score=0.25, **again), Result(1.0, score=1.0)), Script("a", "b"))
+    assert episode.outcome == Scored(1.5, 1.0)
+
+
+def test_numbers_of_info_are_kept_the_later_ones_win():
+    first = Result(0, "o", terminated=False, info={"tries": 1, "text": "x", "np": np.float32(0.5)})
+    episode = run(scripted(first, Result(0, info={"tries": 2, "hit": True})), Script("a", "b"))
+    assert episode.info == {"tries": 2.0, "np": 0.5, "hit": 1.0}
+
+
+def test_reset_may_replace_the_prompt_and_leaves_the_groups_prompt_alone():
+    class Prefixed(Env):
+        async def reset(self, state):
+            state["prompt"].insert(0, {"role": "system", "content": "be brief"})
+            return state
+
+        async def step(self, state):
+            return Result(1.0)
+
+    messages, model = [dict(MESSAGES[0])], Script("a", "b")
+    for _ in range(2):  # two rollouts of one group
+        run(Prefixed, model, messages=messages)
+    assert messages == MESSAGES
+    assert model.seen[0] == model.seen[1] == [*ids("<|im_start|>system\nbe brief<|im_end|>\n"), *ids(PROMPT_TEXT)]
+
+
+@pytest.mark.parametrize(
+    ("left", "message"),
+    [
+        (None, r"reset returned NoneType without a `prompt`.*Return the state"),
+        ({"label": 1}, r"reset returned dict without a `prompt`"),
+        ({"prompt": "text"}, r"reset left a str as `prompt`.*Leave a list"),
+        ({"prompt": None}, r"reset left a NoneType as `prompt`"),
+    ],
+)
+def test_reset_that_returns_nonsense(left, message):
+    class Lost(Scripted):
+        closed = 0
+
+        async def reset(self, state):
+            return left
+
+    with pytest.raises(AgentError, match=message):
+        run(Lost, Script())
+    assert Lost.closed == 1
+
+
+def test_step_must_return_a_result_and_must_exist():
+    with pytest.raises(AgentError, match=r"step returned a float.*Return molt.agents.Result"):
+        run(scripted(1.0), Script("a"))
+    with pytest.raises(AgentError, match=r"Forgot defines no `async def step.*Add it"):
+        run(type("Forgot", (Env,), {}), Script("a"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"reward": "1.0"}, r"Result.reward \(='1.0'\) is not a number: nothing could be learned.*Return a float"),
+        ({"reward": None}, r"Result.reward \(=None\) is not a number"),
+        ({"reward": torch.zeros(2)}, r"Result.reward .* is not a number"),
+        ({"reward": 1, "score": "good"}, r"Result.score \(='good'\) is not a number"),
+        ({"reward": 1, "observation": ["x"]}, r"Result.observation is a list: the framework renders text.*string"),
+        ({"reward": 1, "sampling_params": {"temperature": 2}}, r"has \['temperature'\]: only \['max_new_tokens'\]"),
+        ({"reward": 1, "sampling_params": {"max_new_tokens": 0}}, r"max_new_tokens \(=0\).*integer >= 1"),
+        ({"reward": 1, "sampling_params": {"max_new_tokens": "5"}}, r"max_new_tokens \(='5'\)"),
+    ],
+)
+def test_a_result_says_what_is_wrong_with_it(arguments, message):
+    with pytest.raises(AgentError, match=message):
+        Result(**arguments)
+
+
+@pytest.mark.parametrize("reward", [1, True, np.float32(1), np.int64(1), torch.tensor(1.0)])
+def test_any_number_is_a_reward(reward):
+    outcome = run(scripted(Result(reward)), Script("a")).outcome
+    assert outcome == Scored(1.0, 1.0) and type(outcome.reward) is float

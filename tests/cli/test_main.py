@@ -1,0 +1,86 @@
+"""The console script: commands, exit codes, no traceback for a MoltError."""
+
+import pytest
+
+from molt.cli import main as front
+from molt.cli.args import run_command
+from molt.cli.main import main
+from molt.errors import ConfigError, DataError
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"], ["help"]])
+def test_help_names_every_command(argv, capsys):
+    assert main(argv) == 0
+    shown = capsys.readouterr().out
+    for name in front.COMMANDS:
+        assert f"  molt {name}" in shown
+
+
+def test_an_unknown_command(capsys):
+    assert main(["chekc", "--x"]) == 2
+    assert "unknown command 'chekc'. Did you mean 'check'?" in capsys.readouterr().err
+
+
+def test_check_of_what_is_not_a_trainer(capsys):
+    assert main(["check", "stf"]) == 2
+    assert "`molt check` has no 'stf'. Did you mean 'sft'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("error", "code"), [(ConfigError("wrong setting"), 2), (DataError("wrong data"), 1)])
+def test_a_molt_error_is_a_line(error, code, capsys):
+    def command(argv):
+        raise error
+
+    assert run_command(command, []) == code
+    assert capsys.readouterr().err == f"error: {error}\n"
+
+
+def test_another_error_keeps_its_traceback():
+    with pytest.raises(ZeroDivisionError):
+        run_command(lambda argv: 1 / 0, [])
+
+
+def test_the_value_of_a_command_is_the_exit_code():
+    assert run_command(lambda argv: None, []) == 0
+    assert run_command(lambda argv: 3, []) == 3
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["output directory", "its run/"])
+def test_report(inside, tmp_path, capsys):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"step": 1, "time": 1.0, "rollout/reward": 0.5}\n')
+    assert main(["report", str(run if inside else tmp_path)]) == 0
+    assert (run / "report.html").is_file() and str(run / "report.html") in capsys.readouterr().out
+
+
+def test_report_of_nothing(tmp_path, capsys):
+    assert main(["report", str(tmp_path)]) == 2
+    assert f"RUN (={tmp_path})" in capsys.readouterr().err
+    assert main(["report"]) == 2
+
+
+def test_sft_refuses_before_anything_is_written(run, capsys):
+    assert main(["sft", *["--model.model_name_or_path", "model", "--data.dataset", "nowhere.jsonl"]]) == 1
+    assert "`data.dataset` (=nowhere.jsonl)" in capsys.readouterr().err
+    assert not (run / "ckpt").exists()
+
+
+def test_sft_writes_its_settings_and_trains(run, monkeypatch, capsys):
+    from molt.cli.args import load
+    from molt.config import SftConfig
+
+    trained = []
+    monkeypatch.setattr("molt.train.sft.run_sft", trained.append)
+    flags = "--model.model_name_or_path model --data.dataset prompts.jsonl --data.output_key label --train.batch_size 4"
+    assert main(["sft", *flags.split()]) == 0
+    assert "warning  `train.micro_batch_size` (=8)" in capsys.readouterr().out
+    assert trained == [load(SftConfig, run / "ckpt" / "run" / "config.toml")]
+
+
+def test_the_other_ranks_of_torchrun_leave_the_checks_to_the_first(run, monkeypatch):
+    trained = []
+    monkeypatch.setattr("molt.train.sft.run_sft", trained.append)
+    monkeypatch.setenv("RANK", "1")
+    assert main(["sft", *["--model.model_name_or_path", "model", "--data.dataset", "nowhere.jsonl"]]) == 0
+    assert len(trained) == 1 and not (run / "ckpt").exists()

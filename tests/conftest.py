@@ -1,0 +1,28 @@
+"""What several test modules share: one Ray session, one tiny model on disk."""
+
+import os
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory):
+    """A tiny random Qwen3 with its character tokenizer."""
+    from tests.tiny import save_tiny
+
+    return str(save_tiny(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="session")
+def ray_session(model_dir):
+    """One local Ray for all tests that need it, with the environment that `cluster` gives its workers."""
+    import ray
+
+    from molt.cluster import start_ray
+    from molt.config import ActorConfig, RLConfig
+
+    start_ray(RLConfig(actor=ActorConfig(model_name_or_path=model_dir)))
+    yield
+    ray.shutdown()

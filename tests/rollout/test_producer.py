@@ -1,0 +1,476 @@
+"""The producer over a fake runner pool: admission, discards, failures, the ledger.
+
+When a group may start and which groups make a batch is tested in test_admission.py; here it is whether
+the producer does so.
+"""
+
+import asyncio
+import json
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from molt.config import RolloutConfig
+from molt.data.rows import UnusableRow
+from molt.errors import FailureRateError, StalledError
+from molt.rollout.producer import MIN_ATTEMPTS, Producer
+from molt.rollout.runner_worker import GroupResult
+from molt.types import Group, InfraFailure, Metric, PolicyFailure, Prompt, RolloutInfo, Scored
+
+GOOD = Scored(1.0, 1.0)
+
+
+@dataclass
+class Stream:
+    """`size` prompts per epoch."""
+
+    size: int
+    epochs: int = 1
+    unusable: frozenset[int] = frozenset()
+
+    def __len__(self):
+        return self.size * self.epochs
+
+    def __getitem__(self, i):
+        if not 0 <= i < len(self):
+            raise IndexError(i)
+        if i in self.unusable:
+            raise UnusableRow("whose `input` is empty")
+        epoch, position = divmod(i, self.size)
+        return Prompt(epoch, position, row=position, messages=None, text="x")
+
+    def index(self, epoch, position):
+        return epoch * self.size + position
+
+
+def rollouts(prompt, outcomes, failures=()):
+    return [
+        RolloutInfo(prompt.group_id, i, outcome, False, 1, (), failures=tuple(failures))
+        for i, outcome in enumerate(outcomes)
+    ]
+
+
+class Runners:
+    """A `RunnerPool` whose groups end when the test says so."""
+
+    patience_s = 5.0
+
+    def __init__(self):
+        self.started: list[int] = []
+        self.ends: dict[int, asyncio.Future] = {}
+
+    async def run_group(self, task):
+        position = task.prompt.position
+        self.started.append(position)
+        self.ends[position] = asyncio.get_running_loop().create_future()
+        return await self.ends[position]
+
+    async def end(self, *positions, outcomes=(GOOD, GOOD), failures=()):
+        """Group 0:position ends with these outcomes, one per rollout."""
+        for position in positions:
+            result = GroupResult(rollouts(Prompt(0, position, 0, None, "x"), outcomes, failures))
+            self.ends.pop(position).set_result((result, f"samples of {position}"))
+        await settle()
+
+    async def unusable(self, position, reason):
+        self.ends.pop(position).set_result((GroupResult([], unusable=reason), "nothing"))
+        await settle()
+
+    async def fail(self, position, error):
+        self.ends.pop(position).set_exception(error)
+        await settle()
+
+
+async def settle():
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+class Running:
+    """A producer at work, and what it reported."""
+
+    def __init__(self, stream, runners=None, *, batch_size=2, queue=1, staleness=None, restore=None, **config):
+        self.runners = Runners() if runners is None else runners
+        self.events: list[tuple[str, dict]] = []
+        self.producer = Producer(
+            stream,
+            self.runners,
+            RolloutConfig(**{"batch_size": batch_size, "n_samples_per_prompt": 2, **config}),
+            queue=queue,
+            max_staleness=queue if staleness is None else staleness,
+            on_event=lambda kind, **fields: self.events.append((kind, fields)),
+        )
+        if restore:
+            self.producer.restore(*restore)
+        self.batch_size = batch_size
+
+    async def __aenter__(self):
+        self.task = asyncio.create_task(self.producer.run())
+        await settle()
+        return self
+
+    async def __aexit__(self, *error):
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+    async def batch(self, stalled_after_s=5.0):
+        return await self.producer.batch(self.batch_size, stalled_after_s=stalled_after_s)
+
+    async def train(self):
+        """One batch from start to publication; the positions it trained."""
+        groups = await self.batch()
+        self.producer.close(groups, self.producer.version + 1)
+        await settle()
+        return [group.prompt.position for group in groups]
+
+    def count(self, name):
+        return sum(m[name].total for m in self.producer.metrics if name in m)
+
+
+def check(coroutine):
+    """Run the coroutine; nothing in these tests takes long."""
+    return asyncio.run(asyncio.wait_for(coroutine, 20))
+
+
+def test_admission_limits_open_groups_and_groups_in_flight():
+    async def main():
+        async with Running(Stream(20), vllm_generate_batch_size=3) as run:
+            assert run.runners.started == [0, 1, 2]  # 3 in flight
+            await run.runners.end(1)
+            assert run.runners.started == [0, 1, 2, 3]  # one finished, 3 in flight, (1 + 1) * 2 open
+            await run.runners.end(0, 2)
+            assert run.runners.started == [0, 1, 2, 3]  # finished groups are open
+            assert await run.train() == [0, 1]
+            assert run.runners.started == [0, 1, 2, 3, 4, 5]
+
+    check(main())
+
+
+def test_groups_carry_what_the_learner_needs():
+    async def main():
+        async with Running(Stream(20)) as run:
+            await run.runners.end(1, 0)
+            groups = await run.batch()
+            assert [(g.prompt.position, g.start_version, g.samples) for g in groups] == [
+                (0, 0, "samples of 0"),
+                (1, 0, "samples of 1"),
+            ]
+            assert [r.outcome for r in groups[0].rollouts] == [GOOD, GOOD]
+            run.producer.close(groups, 1)
+            await settle()
+            await run.runners.end(2, 3, 4, 5)  # 2 and 3 started before the publication
+            assert await run.train() == [2, 3]
+            assert [g.start_version for g in await run.batch()] == [1, 1]
+
+    check(main())
+
+
+def test_the_learner_waits_until_enough_groups_are_finished():
+    async def main():
+        async with Running(Stream(20)) as run:
+            waiting = asyncio.create_task(run.batch())
+            await run.runners.end(0)
+            assert not waiting.done()
+            await run.runners.end(1)
+            assert [g.prompt.position for g in await waiting] == [0, 1]
+
+    check(main())
+
+
+def test_a_lost_rollout_discards_its_group_and_the_next_prompt_takes_its_place():
+    async def main():
+        async with Running(Stream(20), max_failure_rate=1.0, vllm_generate_batch_size=8) as run:
+            assert run.runners.started == [0, 1, 2, 3]
+            await run.runners.end(1, outcomes=(GOOD, InfraFailure("timeout", "no end")))
+            assert run.runners.started == [0, 1, 2, 3, 4]
+            await run.runners.end(0, 4)
+            assert await run.train() == [0, 4]
+            assert run.producer.discarded == {"timeout": 1}
+            assert run.count("faults/discarded_groups") == 1
+            assert ("group_discarded", {"group": "0:1", "reason": "timeout", "detail": "no end"}) in run.events
+
+    check(main())
+
+
+def test_failures_are_counted_by_reason_also_those_that_a_retry_made_good():
+    async def main():
+        async with Running(Stream(20), max_failure_rate=1.0) as run:
+            await run.runners.end(0, failures=[InfraFailure("engine", "gone"), InfraFailure("KeyError", "'x'")])
+            await run.runners.end(1, outcomes=(PolicyFailure(0.0), InfraFailure("timeout")))
+            await run.runners.fail(2, InfraFailure("runner", "died"))
+            # Two rollouts of group 0 failed twice each before they were good.
+            assert {name: run.count(f"faults/{name}") for name in ("engine", "KeyError", "timeout", "runner")} == {
+                "engine": 2,
+                "KeyError": 2,
+                "timeout": 1,
+                "runner": 1,
+            }
+            assert run.producer.discarded == {"timeout": 1, "runner": 1}
+            assert Counter(f["reason"] for kind, f in run.events if kind == "rollout_failed") == {
+                "engine": 2,
+                "KeyError": 2,
+                "timeout": 1,
+                "runner": 1,
+            }
+            taken = run.producer.take_metrics()
+            assert {"faults/engine": Metric(1.0)} in taken
+            assert run.producer.take_metrics() == []
+
+    check(main())
+
+
+def test_a_policy_failure_is_a_result_like_any_other():
+    async def main():
+        async with Running(Stream(2), max_failure_rate=0.0) as run:
+            await run.runners.end(0, 1, outcomes=(PolicyFailure(0.0), PolicyFailure(0.0)))
+            assert await run.train() == [0, 1]
+            assert not run.producer.discarded
+
+    check(main())
+
+
+def test_too_many_failures_stop_the_run_at_the_next_batch_with_the_table_of_reasons():
+    async def main():
+        async with Running(Stream(100), batch_size=10, queue=0, max_failure_rate=0.5) as run:
+            # 4 good and MIN_ATTEMPTS - 5 failed rollouts are too few to judge; one more failure is enough.
+            few = MIN_ATTEMPTS - 5
+            await run.runners.end(0, 1)
+            for position in range(2, 2 + few):
+                await run.runners.end(position, outcomes=[InfraFailure("engine", "gone")])
+            assert run.producer.error is None and not run.task.done()
+            waiting = asyncio.create_task(run.batch())
+            await run.runners.end(2 + few, outcomes=[InfraFailure("timeout", "no end")])
+            said = f"{few + 1} of the last {MIN_ATTEMPTS} rollout attempts failed, above"
+            with pytest.raises(FailureRateError, match=said) as error:
+                await waiting
+            assert str(error.value).splitlines()[1:] == [f"  {few:5d}  engine: gone", "      1  timeout: no end"]
+            assert "(=0.5)" in str(error.value) and "--ckpt.load_enable" in str(error.value)
+            with pytest.raises(FailureRateError):
+                await run.batch()  # and at every later one
+            # Nothing is lost: what was running starts again on resume, with the group whose failure stopped the run.
+            # 8 of 10 slots were running.
+            assert run.producer.ledger()["in_flight"] == list(range(2 + few, 2 + few + 8))
+            assert [g.prompt.position for g in run.producer.finished_groups()] == [0, 1]
+
+    check(main())
+
+
+def test_unusable_rows_and_prompts_are_skipped_and_counted():
+    async def main():
+        async with Running(Stream(8, unusable=frozenset({0, 2}))) as run:
+            assert run.runners.started == [1, 3]
+            await run.runners.unusable(3, "prompt of 900 tokens leaves no room")
+            await run.runners.end(1, 4)
+            assert await run.train() == [1, 4]
+            assert run.producer.discarded == {"unusable_row": 2, "prompt_too_long": 1}
+            assert run.count("faults/discarded_groups") == 3
+            details = {f["detail"] for kind, f in run.events if kind == "group_discarded"}
+            assert details == {"whose `input` is empty", "prompt of 900 tokens leaves no room"}
+
+    check(main())
+
+
+def test_the_stream_ends_with_a_smaller_batch_and_then_none():
+    async def main():
+        async with Running(Stream(4, unusable=frozenset({3}))) as run:
+            await run.runners.end(0, 1)
+            await run.runners.end(2)
+            assert await run.train() == [0, 1]
+            assert await run.train() == [2]
+            assert await run.batch() == []
+            assert run.task.done()
+
+    check(main())
+
+
+@pytest.mark.parametrize("unusable", [frozenset(), frozenset({0, 1})])
+def test_a_stream_of_which_nothing_is_left_ends(unusable):
+    async def main():
+        async with Running(Stream(2 if unusable else 0, unusable=unusable)) as run:
+            assert await run.batch() == []
+
+    check(main())
+
+
+def test_a_learner_that_already_waits_sees_the_end_of_the_stream():
+    async def main():
+        async with Running(Stream(1), max_failure_rate=1.0) as run:
+            waiting = asyncio.create_task(run.batch())
+            await run.runners.end(0, outcomes=(InfraFailure("timeout"),))
+            assert await waiting == []
+
+    check(main())
+
+
+def test_stop_ends_the_wait_and_keeps_what_is_open():
+    async def main():
+        async with Running(Stream(20)) as run:
+            await run.runners.end(1)
+            waiting = asyncio.create_task(run.batch())
+            await settle()
+            run.producer.stop()
+            assert await waiting == []
+            assert await run.batch() == []
+            assert run.producer.ledger() == {"position": 3, "in_flight": [0, 2]}
+            assert [g.prompt.position for g in run.producer.finished_groups()] == [1]
+
+    check(main())
+
+
+def test_silence_is_a_stall_that_says_who_is_waited_for():
+    async def main():
+        async with Running(Stream(20)) as run:
+            await run.runners.end(1)
+            with pytest.raises(StalledError, match="no group finished for 0 s.*2 in flight, 1 finished") as error:
+                await run.batch(stalled_after_s=0.02)
+            assert str(error.value).splitlines()[1:] == [
+                "  group 0:0, started at version 0",
+                "  group 0:2, started at version 0",
+            ]
+
+    check(main())
+
+
+def test_an_error_that_is_not_ours_ends_the_producer_at_once():
+    async def main():
+        async with Running(Stream(20)) as run:
+            await run.runners.fail(0, ZeroDivisionError("a bug"))
+            assert run.task.done()
+            with pytest.RaisesGroup(ZeroDivisionError):
+                await run.task
+
+    check(main())
+
+
+def test_prompts_of_a_resume_that_have_not_started_yet_are_still_in_the_ledger():
+    async def main():
+        ledger = {"position": 6, "in_flight": [1, 3, 4]}
+        run = Running(Stream(20), vllm_generate_batch_size=1, restore=(ledger, [], 5))
+        assert run.producer.ledger() == ledger  # a second stop before the first start
+        async with run:
+            assert run.runners.started == [1]
+            assert run.producer.ledger() == ledger
+            await run.runners.end(1)
+            assert run.producer.ledger() == {"position": 6, "in_flight": [3, 4]}
+
+    check(main())
+
+
+def test_a_resume_puts_the_buffer_before_what_starts_again():
+    async def main():
+        finished = [Group(Prompt(0, 4, 4, None, "x"), 17, 3, rollouts(Prompt(0, 4, 4, None, "x"), [GOOD]))]
+        async with Running(Stream(20), restore=({"position": 7, "in_flight": [5, 6]}, finished, 4)) as run:
+            assert run.runners.started == [5, 6]  # 2 in flight
+            await run.runners.end(6)
+            assert run.runners.started == [5, 6, 7]
+            groups = await run.batch()
+            assert [(g.prompt.position, g.start_version) for g in groups] == [(4, 3), (6, 4)]
+
+    check(main())
+
+
+class Timed:
+    """A `RunnerPool` whose groups end by themselves, some of them lost."""
+
+    patience_s = 5.0
+
+    def __init__(self, delays, lost):
+        self.delays, self.lost = delays, lost
+        self.in_flight = self.most = 0
+
+    async def run_group(self, task):
+        self.in_flight += 1
+        self.most = max(self.most, self.in_flight)
+        try:
+            for _ in range(self.delays[task.prompt.position % len(self.delays)]):
+                await asyncio.sleep(0)
+        finally:
+            self.in_flight -= 1
+        outcome = InfraFailure("timeout") if task.prompt.position in self.lost else GOOD
+        return GroupResult(rollouts(task.prompt, [outcome])), None
+
+
+@dataclass(frozen=True)
+class Leg:
+    """One life of a driver: `batches` until its checkpoint, then `wasted` more until it is killed."""
+
+    batches: int
+    ticks: int
+    wasted: int
+
+
+LEGS = st.builds(Leg, st.integers(0, 3), st.sampled_from([0, 1, 7]), st.integers(0, 2))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    stream=st.builds(Stream, st.integers(1, 8), st.integers(1, 2), st.frozensets(st.integers(0, 15), max_size=3)),
+    delays=st.lists(st.integers(0, 12), min_size=1, max_size=5),
+    lost=st.frozensets(st.integers(0, 7), max_size=2),
+    batch_size=st.integers(1, 3),
+    queue=st.integers(0, 2),
+    slack=st.integers(0, 1),
+    in_flight=st.integers(1, 5),
+    legs=st.lists(LEGS, max_size=4),
+)
+def test_stopped_anywhere_every_prompt_is_trained_exactly_once(
+    stream, delays, lost, batch_size, queue, slack, in_flight, legs
+):
+    staleness = queue + slack
+    trained: list[int] = []
+
+    async def live(leg, restore):
+        """Returns what a checkpoint holds, or None at the end of the stream."""
+        runners = Timed(delays, lost)
+        run = Running(
+            stream,
+            runners,
+            batch_size=batch_size,
+            queue=queue,
+            staleness=staleness,
+            restore=restore,
+            vllm_generate_batch_size=in_flight,
+            max_failure_rate=1.0,
+        )
+        producer, saved, kept = run.producer, None, None
+        run.task = asyncio.create_task(producer.run())
+        done = 0
+        while True:
+            if leg and done == leg.batches:
+                for _ in range(leg.ticks):
+                    await asyncio.sleep(0)
+                assert len(producer.open) <= (1 + queue) * batch_size
+                ledger = json.loads(json.dumps(producer.ledger()))
+                saved = ledger, [replace(group) for group in producer.finished_groups()], producer.version
+                kept = len(trained)
+            if leg and done == leg.batches + leg.wasted:
+                break
+            groups = await run.batch()
+            if not groups:
+                break
+            assert all(producer.version - g.start_version <= staleness for g in groups)
+            trained.extend(stream.index(g.prompt.epoch, g.prompt.position) for g in groups)
+            producer.close(groups, producer.version + 1)
+            done += 1
+        await run.__aexit__()
+        assert runners.most <= in_flight
+        if saved is None:
+            return None  # the stream ended before the checkpoint was due
+        del trained[kept:]  # abandoned: not in the lineage of the final weights
+        return saved
+
+    async def main():
+        restore = None
+        for leg in legs:
+            saved = await live(leg, restore)
+            if saved is None:
+                return
+            restore = saved
+        await live(None, restore)
+
+    check(main())
+    expected = [i for i in range(len(stream)) if i not in stream.unusable and i % stream.size not in lost]
+    assert sorted(trained) == expected

@@ -1,0 +1,206 @@
+"""The real engine: what `FakeEngine` fakes, and what only vLLM can get wrong."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import ray
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from molt.errors import PublicationError
+from molt.publish.proof import check_transport, compare_probe
+from molt.publish.publication import Publisher
+from molt.publish.transfer import ShmSender
+from molt.rollout.engine_worker import EngineSettings, RolloutEngineWorker, Sampling
+from molt.rollout.pool import EngineGroup
+from molt.train.policy_worker import RayEngineClient
+from tests.tiny import END_ID
+
+pytestmark = [pytest.mark.vllm, pytest.mark.ray]
+
+
+def engine_on(model_dir: str, **settings):
+    engine = RolloutEngineWorker.options(num_cpus=0).remote(
+        EngineSettings(model_dir, "float32", 256, "cpu", **settings)
+    )
+    ray.get(engine.start.remote(), timeout=300)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def engine(ray_session, model_dir):
+    engine = engine_on(model_dir)
+    yield engine
+    ray.kill(engine)
+
+
+@pytest.fixture(scope="module")
+def client(engine):
+    client = RayEngineClient([engine], timeout_s=60)
+    client.init_weight_transfer_engine({})
+    return client
+
+
+def prompts(count: int, length: int = 20) -> list[list[int]]:
+    return np.random.default_rng(0).integers(3, 90, (count, length)).tolist()
+
+
+def sampling(seed: int = 0, **other) -> Sampling:
+    return Sampling(**{"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_tokens": 24, "seed": seed,
+                       "stop_token_ids": (END_ID,)} | other)  # fmt: skip
+
+
+def reference_logprobs(model, ids: list[int], temperature: float = 1.0) -> np.ndarray:
+    """Plain transformers: entry t is log p(token t | before), 0 for the first."""
+    with torch.no_grad():
+        values = (model(torch.tensor([ids])).logits[0, :-1].double() / temperature).log_softmax(-1)
+    return np.concatenate([[0.0], values.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()])
+
+
+def changed(model_dir: str, scale: float = 1.05) -> dict[str, torch.Tensor]:
+    """Other weights under the same names."""
+    return {name: tensor * scale for name, tensor in load_file(f"{model_dir}/model.safetensors").items()}
+
+
+class Trainer:
+    """The policy as a publication sees it: one transformers model in this process."""
+
+    def __init__(self, model_dir: str, client):
+        self.model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+        self.sender = ShmSender(client, self.tensors, rank=1)  # the first rank would initialise the engine again
+        self.sender.rank = 0
+
+    def tensors(self):
+        tied = {"lm_head.weight"}
+        return [(name, p.detach().clone()) for name, p in self.model.named_parameters() if name not in tied]
+
+    async def send_weights(self):
+        return await asyncio.to_thread(self.sender.send)
+
+    async def score(self, sequences):
+        return [reference_logprobs(self.model, ids) for ids in sequences]
+
+
+def publisher(model_dir: str, engine, client) -> Publisher:
+    return Publisher(
+        Trainer(model_dir, client), EngineGroup([engine], timeout_s=60), prompts(4, 40),
+        bound=1e-4, use_max=True, workers_per_engine=1,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_are_those_of_the_sampled_distribution(engine, model_dir, temperature):
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    calls = [engine.generate.remote(f"a{temperature}{i}", ids, sampling(i, temperature=temperature))
+             for i, ids in enumerate(prompts(8))]  # fmt: skip
+    for turn in ray.get(calls, timeout=60):
+        ids = [*turn.prompt_ids.tolist(), *turn.token_ids.tolist()]
+        expected = reference_logprobs(model, ids, temperature)[len(turn.prompt_ids) :]
+        assert np.abs(turn.logprobs - expected).max() < 1e-4
+        assert turn.finish_reason == ("stop" if turn.token_ids[-1] == END_ID else "length")
+
+
+def test_a_seed_gives_the_same_tokens_again_and_another_seed_others(engine):
+    ids = prompts(1)[0]
+    first, again, other = ray.get(
+        [engine.generate.remote(f"s{i}", ids, sampling(seed)) for i, seed in enumerate((7, 7, 8))], timeout=60
+    )
+    assert np.array_equal(first.token_ids, again.token_ids)
+    assert not np.array_equal(first.token_ids, other.token_ids)
+
+
+def test_score_equals_a_plain_forward(engine, model_dir):
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    for ids, scored in zip(prompts(3, 30), ray.get(engine.score.remote(prompts(3, 30)), timeout=60), strict=True):
+        assert np.abs(scored - reference_logprobs(model, ids)).max() < 1e-4
+
+
+def test_cancelling_a_call_frees_the_engine(engine):
+    call = engine.generate.remote("cancelled", prompts(1)[0], sampling(1, max_tokens=230, stop_token_ids=()))
+    ray.cancel(call)
+    with pytest.raises((ray.exceptions.TaskCancelledError, ray.exceptions.RayTaskError)):
+        ray.get(call, timeout=60)
+    assert len(ray.get(engine.generate.remote("after", prompts(1)[0], sampling(1)), timeout=60).token_ids)
+
+
+def test_an_update_changes_the_probe_and_running_requests_finish_on_the_old_version(engine, client, model_dir):
+    publish = publisher(model_dir, engine, client)
+
+    async def scenario():
+        await publish.publish(1)
+        before = await publish.engines.score(publish.probe)
+        running = engine.generate.remote("running", prompts(1)[0], sampling(3, max_tokens=200, stop_token_ids=()))
+        await asyncio.sleep(0.1)
+        publish.policy.model.load_state_dict(changed(model_dir), strict=False)
+        metrics = await publish.publish(2)
+        after = await publish.engines.score(publish.probe)
+        turn = await running
+        later = await engine.generate.remote("later", prompts(1)[0], sampling(3))
+        return before, after, metrics, turn, later
+
+    before, after, metrics, turn, later = asyncio.run(scenario())
+    assert metrics["mismatch/abs_max"].total <= 1e-4
+    assert compare_probe(before[0], after[0])["mismatch/abs_max"].total > 1e-2
+    assert set(turn.versions) == {1}
+    assert set(later.versions) == {2}
+
+
+class Corrupts:
+    """A client that damages the file on its way."""
+
+    def __init__(self, client, damage):
+        self.client, self.damage = client, damage
+
+    def __getattr__(self, name):
+        return getattr(self.client, name)
+
+    def update_weights(self, info):
+        tensors = load_file(info["path"])
+        self.damage(tensors)
+        save_file(tensors, info["path"])
+        self.client.update_weights(info)
+
+
+VICTIM = "model.layers.1.mlp.down_proj.weight"
+
+
+def drop(tensors):
+    del tensors[VICTIM]
+
+
+def alter(tensors):
+    tensors[VICTIM][3, 5] += 1e-3
+
+
+def rename(tensors):
+    tensors["model.layers.1.mlp.down_prj.weight"] = tensors.pop(VICTIM)
+
+
+@pytest.mark.parametrize("damage", [drop, alter, rename])
+def test_a_tensor_damaged_in_transit_is_named_and_a_repeated_publication_heals(engine, client, model_dir, damage):
+    publish = publisher(model_dir, engine, client)
+    publish.policy.sender.client = Corrupts(client, damage)
+    with pytest.raises(PublicationError, match=r"down_pr"):
+        asyncio.run(publish.publish(5))
+    publish.policy.sender.client = client
+    assert asyncio.run(publish.publish(6))["mismatch/abs_max"].total <= 1e-4
+
+
+def test_received_but_not_in_use_is_caught_by_the_probe(ray_session, model_dir):
+    """The tied head stays packed with the old embedding: every checksum is right, the log-probs are not."""
+    engine = engine_on(
+        model_dir, weight_transfer="shm_leaves_head_packed", extension="tests.vllm_faults.FaultyExtension"
+    )
+    try:
+        client = RayEngineClient([engine], timeout_s=60)
+        client.init_weight_transfer_engine({})
+        publish = publisher(model_dir, engine, client)
+        publish.policy.model.load_state_dict(changed(model_dir), strict=False)
+        sent = asyncio.run(publish.policy.send_weights())
+        check_transport(sent, asyncio.run(publish.engines.commit(1)), 1)
+        with pytest.raises(PublicationError, match="received, not in use"):
+            asyncio.run(publish.publish(2))
+    finally:
+        ray.kill(engine)

@@ -1,0 +1,141 @@
+"""The whole loop over `FakeEngine`: real Ray, real policy ranks, real publications with proof."""
+
+import asyncio
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from molt.algo import advantage
+from molt.cli.train_rl_ray import drive
+from molt.errors import FailureRateError, MoltError
+from tests.fakes import FakeEngineWorker
+from tests.runs import events, metrics, settings, trained_groups, write_prompts
+
+pytestmark = pytest.mark.ray
+
+
+def run(config) -> None:
+    try:
+        asyncio.run(drive(config, FakeEngineWorker))
+    except ExceptionGroup as group:
+        while isinstance(group, ExceptionGroup):
+            group = group.exceptions[0]
+        raise group from None
+
+
+@pytest.mark.parametrize("queue", [0, 1, 2])
+def test_a_run_learns_and_leaves_what_it_promises(ray_session, model_dir, tmp_path, queue):
+    prompts = write_prompts(tmp_path / "p.jsonl", 40)
+    output = tmp_path / "out"
+    run(settings(model_dir, output, prompts, "--train.async_queue_size", str(queue), "--train.num_episodes", "2",
+                 "--ckpt.save_steps", "7", "--ckpt.max_num", "2",
+                 "--eval.dataset", prompts, "--eval.eval_at_start"))  # fmt: skip
+    rewards = metrics(output, "rollout/reward")
+    assert len(rewards) == 20
+    assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.2
+    assert max(metrics(output, "staleness/max")) == queue
+    assert max(metrics(output, "mismatch/abs_max")) <= 1e-4
+    if queue == 0:
+        assert max(metrics(output, "ratio/log_abs_max")) <= 1e-4
+    assert [e["version"] for e in events(output, "publication")] == list(range(21))
+    assert len(events(output, "evaluation")) == 2
+    epochs = [sorted(g for g in trained_groups(output) if g.startswith(f"{epoch}:")) for epoch in (0, 1)]
+    assert epochs == [sorted(f"{epoch}:{i}" for i in range(40)) for epoch in (0, 1)]
+    assert sorted(p.name for p in (output / "checkpoints").iterdir()) == ["step_000014", "step_000020"]
+    assert (output / "config.json").exists() and (output / "model.safetensors").exists()
+
+
+def test_zero_advantages_move_nothing(ray_session, model_dir, tmp_path, monkeypatch):
+    zero = replace(advantage.ADVANTAGES["grpo"], fn=lambda rewards, groups: torch.zeros_like(rewards))
+    monkeypatch.setitem(advantage.ADVANTAGES, "grpo", zero)
+    run(settings(model_dir, tmp_path / "out", write_prompts(tmp_path / "p.jsonl", 24)))
+    before, after = load_file(f"{model_dir}/model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_two_ranks_two_engines_two_runners_several_steps_per_batch(ray_session, model_dir, tmp_path):
+    output = tmp_path / "out"
+    run(settings(model_dir, output, write_prompts(tmp_path / "p.jsonl", 16),
+                 "--actor.num_gpus_per_node", "2", "--vllm.num_engines", "2", "--rollout.num_runners", "2",
+                 "--train.batch_size", "8", "--train.micro_batch_size", "3", "--train.max_epochs", "2",
+                 "--fsdp.packing_samples"))  # fmt: skip
+    assert len(metrics(output, "train/loss")) == 4
+    assert max(metrics(output, "mismatch/abs_max")) <= 1e-4
+
+
+def test_failed_rollouts_are_never_trained_and_are_backfilled(ray_session, model_dir, tmp_path):
+    prompts = write_prompts(tmp_path / "p.jsonl", 41, {5: "raise"})
+    run(settings(model_dir, tmp_path / "out", prompts, "--rollout.max_retries", "1",
+                 "--rollout.max_failure_rate", "0.5"))  # fmt: skip
+    trained, lost = trained_groups(tmp_path / "out"), events(tmp_path / "out", "group_discarded")
+    assert len(trained) == len(set(trained)) == 40
+    assert [e["reason"] for e in lost] == ["RuntimeError"] and "the sandbox is gone" in lost[0]["detail"]
+    assert lost[0]["group"] not in trained
+    assert sum(metrics(tmp_path / "out", "faults/RuntimeError")) == 8  # 4 rollouts x 2 attempts
+
+
+def test_too_many_failures_stop_the_run_with_the_reasons_and_it_can_go_on(ray_session, model_dir, tmp_path):
+    output, bad = tmp_path / "out", {i: "raise" for i in range(40)}
+    prompts = write_prompts(tmp_path / "p.jsonl", 40, bad)
+    with pytest.raises(FailureRateError, match=r"max_failure_rate.*\n.*RuntimeError: .*the sandbox is gone.*sevens.py"):
+        run(settings(model_dir, output, prompts))
+    write_prompts(tmp_path / "p.jsonl", 40)  # the user mends the sandbox
+    run(settings(model_dir, output, prompts, "--ckpt.load_enable"))
+    discarded = {e["group"] for e in events(output, "group_discarded")}
+    assert sorted([*trained_groups(output), *discarded]) == sorted(f"0:{i}" for i in range(40))
+
+
+def test_a_runner_that_dies_is_replaced_and_its_groups_are_rolled_out_again(ray_session, model_dir, tmp_path):
+    prompts = write_prompts(tmp_path / "p.jsonl", 24, {3: f"die:{tmp_path / 'died'}"})
+    run(settings(model_dir, tmp_path / "out", prompts))
+    assert (tmp_path / "died").exists()
+    assert len(set(trained_groups(tmp_path / "out"))) == 24
+
+
+def test_resume_trains_every_prompt_once_and_moves_the_abandoned_steps(ray_session, model_dir, tmp_path):
+    output, prompts = tmp_path / "out", write_prompts(tmp_path / "p.jsonl", 40)
+    run(settings(model_dir, output, prompts, "--train.max_steps", "6", "--ckpt.save_steps", "4",
+                 "--ckpt.disable_final_save"))  # fmt: skip
+    assert sorted(p.name for p in (output / "checkpoints").iterdir()) == ["step_000004"]
+    run(settings(model_dir, output, prompts, "--ckpt.load_enable"))
+    assert sorted(trained_groups(output)) == sorted(f"0:{i}" for i in range(40))
+    steps = [json.loads(line)["step"] for line in (output / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(11))
+    assert events(output, "resumed")[0]["abandoned_steps"] == [5, 6]
+
+
+def test_at_queue_size_zero_a_resumed_run_ends_with_the_same_bits(ray_session, model_dir, tmp_path):
+    prompts = write_prompts(tmp_path / "p.jsonl", 32)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    more = ("--train.async_queue_size", "0", "--actor.lr_scheduler", "cosine", "--ckpt.save_steps", "3")
+    run(settings(model_dir, whole, prompts, *more))
+    run(settings(model_dir, parts, prompts, *more, "--train.max_steps", "5", "--ckpt.disable_final_save"))
+    run(settings(model_dir, parts, prompts, *more, "--ckpt.load_enable"))
+    a, b = load_file(whole / "model.safetensors"), load_file(parts / "model.safetensors")
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_publication_that_is_not_in_use_stops_the_run(ray_session, model_dir, tmp_path):
+    import ray
+
+    from tests.fakes import FakeEngine
+
+    class Deaf(FakeEngine):
+        """Acknowledges every tensor and loads none."""
+
+        async def update_weights(self, info):
+            model, self.model = self.model, torch.nn.Module()
+            await super().update_weights(info)
+            self.model = model
+
+    config = settings(model_dir, tmp_path / "out", write_prompts(tmp_path / "p.jsonl", 24))
+    with pytest.raises(ExceptionGroup) as raised:
+        asyncio.run(drive(config, ray.remote(max_concurrency=1000)(Deaf)))
+    error = raised.value
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, MoltError) and "received, not in use" in str(error)
