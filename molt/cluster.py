@@ -13,6 +13,7 @@ from typing import Any
 import ray
 import torch
 
+from molt import guard
 from molt.config import RLConfig
 from molt.errors import ResourceError
 from molt.parallel.mesh import DTYPES, param_dtype, resolve_device
@@ -60,6 +61,7 @@ def start_ray(config: RLConfig) -> None:
     if Path(config.actor.model_name_or_path).exists():
         variables["HF_HUB_OFFLINE"] = "1"
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    guard.start(os.getpid())
     ray.init(
         include_dashboard=False,
         configure_logging=False,

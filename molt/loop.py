@@ -39,6 +39,8 @@ class Run:
     total_steps: int
     step: int = 0
     """Training batches trained = the version that is published."""
+    evaluated: int | None = None
+    """The version that was evaluated last."""
 
 
 async def train(run: Run) -> None:
@@ -107,7 +109,10 @@ async def publish(run: Run) -> dict[str, Metric]:
 
 
 async def evaluate_now(run: Run) -> None:
-    """Evaluate the published version; the learner waits, so it is the only one that is measured."""
+    """Evaluate the published version, once; the learner waits, so it is the only one that is measured."""
+    if run.evaluated == run.step:
+        return
+    run.evaluated = run.step
     metrics = await evaluate(run.eval_prompts, run.cluster.runners, run.config.rollout, run.config.eval)
     run.records.evaluation(run.step, metrics)
 

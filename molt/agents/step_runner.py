@@ -86,8 +86,8 @@ class StepEnvRunner:
         key, kind = ("text", str) if prompt.messages is None else ("messages", list)
         if not isinstance(state["prompt"], kind):
             raise AgentError(
-                f"{type(env).__name__}.reset left a {type(state['prompt']).__name__} as `prompt`: it cannot be shown to "
-                f"the model. Leave a {kind.__name__}, as it was given (data.apply_chat_template says which)."
+                f"{type(env).__name__}.reset left a {type(state['prompt']).__name__} as `prompt`: the model cannot be "
+                f"shown it. Leave a {kind.__name__}, as it was given (data.apply_chat_template says which)."
             )
         ids = context.renderer.prompt_ids(replace(prompt, **{key: state["prompt"]}))
         reward, score, budget = 0.0, None, None

@@ -82,7 +82,8 @@ def rl_defaults(folder: Path, seed: int) -> list[str]:
     return [
         "--actor.model_name_or_path", f"{folder}/sft",
         "--actor.gradient_checkpoint", "none",
-        "--actor.adam.lr", "3e-4",
+        "--actor.adam.lr", "5e-4",
+        "--actor.lr_scheduler", "linear",
         "--data.prompt_dataset", f"{folder}/data/rl.jsonl",
         "--data.label_key", "label",
         "--data.apply_chat_template",
@@ -93,7 +94,7 @@ def rl_defaults(folder: Path, seed: int) -> list[str]:
         "--rollout.max_new_tokens", "8",
         "--train.agent_path", demo_task.__file__,
         "--train.micro_batch_size", "256",
-        "--train.max_steps", "250",
+        "--train.max_steps", "200",
         "--train.seed", str(seed),
         "--eval.dataset", f"{folder}/data/held_out.jsonl",
         "--eval.eval_at_start",

@@ -173,8 +173,8 @@ def header(config: RLConfig, total_steps: int) -> str:
     return "\n".join(
         [
             f"molt rl  {config.actor.model_name_or_path}  agent {config.train.agent_path}",
-            f"  {total_steps} steps of {config.rollout.batch_size} prompts x {config.rollout.n_samples_per_prompt} rollouts, "
-            f"queue {config.train.async_queue_size}, staleness <= {config.train.staleness_bound}",
+            f"  {total_steps} steps of {config.rollout.batch_size} prompts x "
+            f"{config.rollout.n_samples_per_prompt} rollouts, queue {config.train.async_queue_size}, staleness <= {config.train.staleness_bound}",
             f"  A = {estimator.formula}{whitened}    [{advantage.estimator}]",
             f"  loss = sum_t 1/N * -min(r A, clip(r, {1 - low_high[0]:g}, {1 + low_high[1]:g}) A) * c    {correction}",
             *(

@@ -87,7 +87,7 @@ class VllmEngine:
 
         Raises `EngineError` when vLLM aborts the request or is dead.
         """
-        from vllm import SamplingParams, TokensPrompt
+        from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -103,10 +103,8 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        final = None
         try:
-            async for final in self.llm.generate(TokensPrompt(prompt_token_ids=prompt_ids), params, request_id):
-                pass
+            final = await self._final(prompt_ids, params, request_id)
         except (EngineDeadError, EngineGenerateError) as error:
             raise EngineError(f"engine failed on request {request_id}: {error!r}") from error
         output = final.outputs[0]
@@ -125,7 +123,7 @@ class VllmEngine:
         return list(await asyncio.gather(*(self._score(ids) for ids in sequences)))
 
     async def _score(self, ids: list[int]) -> np.ndarray:
-        from vllm import SamplingParams, TokensPrompt
+        from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         # prompt_logprobs are log-softmax of the raw logits, whatever the sampling temperature.
@@ -133,13 +131,19 @@ class VllmEngine:
             max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
         self._scored += 1
-        final = None
-        async for final in self.llm.generate(TokensPrompt(prompt_token_ids=ids), params, f"score-{self._scored}"):
-            pass
+        final = await self._final(ids, params, f"score-{self._scored}")
         values = [0.0] + [
             position[token].logprob for position, token in zip(final.prompt_logprobs[1:], ids[1:], strict=True)
         ]
         return np.asarray(values, np.float32)
+
+    async def _final(self, ids: list[int], params: Any, request_id: str) -> Any:
+        """vLLM's one output of a request with `FINAL_ONLY`."""
+        from vllm import TokensPrompt
+
+        async for output in self.llm.generate(TokensPrompt(prompt_token_ids=ids), params, request_id):
+            final = output
+        return final
 
     async def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
@@ -168,7 +172,9 @@ class VllmEngine:
         return [Receipt(echoed, received, digest) for received, digest in reports]
 
 
-RolloutEngineWorker = ray.remote(max_concurrency=16384)(VllmEngine)
+@ray.remote(max_concurrency=16384)
+class RolloutEngineWorker(VllmEngine):
+    """A `VllmEngine` in a process of its own."""
 
 
 def _versions(spans, length: int) -> np.ndarray:

@@ -20,7 +20,8 @@ async def evaluate(
     """`eval/<source>/pass1`, `pass<n>`, response length, truncation and failures, per data source.
 
     `pass1` is the mean over prompts of the mean score; `pass<n>` as in `pass_at_k`. A rollout that the
-    infrastructure failed is left out and counted; a source without any other has no `pass1`. The same prompt and rollout get the same seed every time.
+    infrastructure failed is left out and counted; a source without any other has no `pass1`. The same prompt and
+    rollout get the same seed every time.
     """
     n = config.n_samples_per_prompt or rollout.n_samples_per_prompt
     tasks = [_task(prompt, n, rollout, config) for prompt in prompts]

@@ -161,7 +161,8 @@ def test_groups_carry_what_the_learner_needs():
             assert [r.outcome for r in groups[0].rollouts] == [GOOD, GOOD]
             run.producer.close(groups, 1)
             await settle()
-            await run.runners.end(2, 3, 4, 5)  # 2 and 3 started before the publication
+            await run.runners.end(2, 3)  # they started before the publication
+            await run.runners.end(4, 5)
             assert await run.train() == [2, 3]
             assert [g.start_version for g in await run.batch()] == [1, 1]
 
@@ -324,7 +325,7 @@ def test_silence_is_a_stall_that_says_who_is_waited_for():
     async def main():
         async with Running(Stream(20)) as run:
             await run.runners.end(1)
-            with pytest.raises(StalledError, match="no group finished for 0 s.*2 in flight, 1 finished") as error:
+            with pytest.raises(StalledError, match=r"no group finished for 0 s.*2 in flight, 1 finished") as error:
                 await run.batch(stalled_after_s=0.02)
             assert str(error.value).splitlines()[1:] == [
                 "  group 0:0, started at version 0",

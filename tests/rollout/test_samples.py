@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molt.rollout.samples import describe, to_sample
@@ -52,10 +52,11 @@ def test_nothing_generated():
     ],
 )
 def test_a_rewritten_stream_is_refused(second):
-    with pytest.raises(AssertionError, match="rewritten after sampling|inside the turn before it"):
+    with pytest.raises(AssertionError, match=r"rewritten after sampling|inside the turn before it"):
         to_sample([turn([1], [2, 3], 0), second])
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_sampled_positions_are_the_turns_tokens_and_everything_else_is_context(data):
     ids, number = st.lists(st.integers(0, 99), max_size=5), st.floats(-20, 0, width=32)

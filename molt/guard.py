@@ -1,0 +1,45 @@
+"""`python -m molt.guard PID`: no process outlives its driver by more than 10 s.
+
+A driver that is killed cleans up nothing. Its ranks and engines notice by themselves, but some of Ray's
+helpers wait a minute for a server that is gone, and a user's sandbox may never notice. So each driver
+starts this process, which remembers the driver's descendants and ends those that are left behind.
+"""
+
+import subprocess
+import sys
+
+import psutil
+
+POLL_S, GRACE_S = 1.0, 5.0
+
+
+def start(driver_pid: int) -> None:
+    """Start a guard for `driver_pid`, in a session of its own: a Ctrl-C at the driver must not end it."""
+    subprocess.Popen([sys.executable, "-m", "molt.guard", str(driver_pid)], start_new_session=True)
+
+
+def watch(driver_pid: int) -> None:
+    """Returns when the driver is gone and everything it started is, too."""
+    family: set[psutil.Process] = set()
+    try:
+        driver = psutil.Process(driver_pid)
+        while True:
+            family = {process for process in family if process.is_running()} | set(driver.children(recursive=True))
+            try:
+                driver.wait(timeout=POLL_S)
+                break
+            except psutil.TimeoutExpired:
+                continue
+    except psutil.NoSuchProcess:
+        pass
+    family.discard(psutil.Process())
+    _, left = psutil.wait_procs(family, timeout=GRACE_S)
+    for process in left:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+
+
+if __name__ == "__main__":
+    watch(int(sys.argv[1]))

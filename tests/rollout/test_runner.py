@@ -1,0 +1,265 @@
+"""A runner without its process: groups, retries, deadlines, seeds; over fake engines.
+
+What is faked is the seam to the engine actors, `engine.generate.remote(...)`.
+"""
+
+import asyncio
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from molt.errors import EngineError
+from molt.rollout.engine_worker import Sampling
+from molt.rollout.pool import MAX_ATTEMPTS, EnginePool
+from molt.rollout.runner_worker import AgentHost, GroupTask, RunnerSettings, seed_of
+from molt.types import InfraFailure, PolicyFailure, Prompt, Scored, Turn
+from tests.tiny import END_ID
+
+AGENT = """
+import asyncio
+from molt.agents import Env, PolicyFailure, Result, StepEnvRunner
+from molt.types import InfraFailure
+
+
+class Flaky(InfraFailure):
+    def __init__(self):
+        super().__init__("sandbox", "no answer from the sandbox")
+
+
+class Faulty(Env):
+    failed = 0
+
+    async def step(self, state):
+        what = state["label"]
+        if what == "hang":
+            await asyncio.sleep(60)
+        if what == "hang with a limit of its own":
+            await asyncio.wait_for(asyncio.sleep(60), 0.001)
+        if what == "sometimes" and Faulty.failed < 2:
+            Faulty.failed += 1
+            raise Flaky()
+        if what == "always":
+            raise KeyError("grader")
+        if what == "nonsense":
+            return 1.0
+        if what == "nan":
+            return Result(float("nan"))
+        if what == "reject":
+            raise PolicyFailure(-1.0, "rejected")
+        if what == "two turns" and state["turn"] == 0:
+            return Result(0.0, "more", terminated=False)
+        return Result(1.0, info={"turn": state["turn"]})
+
+
+class AgentRunner(StepEnvRunner):
+    def __init__(self):
+        super().__init__(Faulty)
+"""
+
+
+class FakeEngine:
+    """An engine actor's handle: answers `ab<end>`, or fails."""
+
+    def __init__(self, fails=0, holds=False):
+        self.calls: list[tuple[list[int], Sampling]] = []
+        self.ids: list[str] = []
+        self.fails, self.holds = fails, holds
+        self.generate = SimpleNamespace(remote=self._generate)
+
+    async def _generate(self, request_id, prompt_ids, sampling):
+        self.ids.append(request_id)
+        self.calls.append((list(prompt_ids), sampling))
+        await asyncio.sleep(0)
+        if self.fails:
+            self.fails -= 1
+            raise EngineError("engine is dead")
+        while self.holds:
+            await asyncio.sleep(0)
+        sampled = np.array([50, 51, END_ID][: sampling.max_tokens], np.int32)
+        n = len(sampled)
+        finish = "stop" if n == 3 else "length"
+        return Turn(
+            np.array(prompt_ids, np.int32), sampled, np.full(n, -1.0, np.float32), np.zeros(n, np.int32), finish
+        )
+
+
+@pytest.fixture
+def host(model_dir, tmp_path):
+    """Builds a host of the agent above: `host(engines, **settings)`."""
+    (tmp_path / "agent.py").write_text(AGENT)
+
+    def build(*engines, **settings):
+        defaults = {
+            "agent_path": str(tmp_path / "agent.py"),
+            "model": model_dir,
+            "chat_template": None,
+            "apply_chat_template": False,
+            "max_len": 64,
+            "max_turns": None,
+            "timeout_s": 5.0,
+            "max_retries": 2,
+            "seed": 1,
+        }
+        return AgentHost(RunnerSettings(**defaults | settings), engines, "runner0")
+
+    return build
+
+
+def task(label=None, n=3, text="say", position=0, **sampling):
+    prompt = Prompt(0, position, 0, messages=None, text=text, label=label)
+    return GroupTask(prompt, n, **{"temperature": 0.7, "top_p": 0.9, "top_k": 5, "max_new_tokens": None} | sampling)
+
+
+def run_group(host, *args, **kwargs):
+    return asyncio.run(host.run_group(task(*args, **kwargs)))
+
+
+def test_the_shape_of_a_group(host):
+    engine = FakeEngine()
+    result, samples = run_group(host(engine), "two turns")
+    assert result.unusable is None and [r.index for r in result.rollouts] == [0, 1, 2]
+    assert len(samples) == 3 and [len(segments) for segments in samples] == [1, 1, 1]
+    for rollout, (sample,) in zip(result.rollouts, samples, strict=True):
+        assert (rollout.group_id, rollout.outcome, rollout.turns) == ("0:0", Scored(1.0, 1.0), 2)
+        assert rollout.metrics == {"turn": 1.0} and not rollout.truncated and not rollout.failures
+        # say + ab<end> + more + ab<end>: 3 + 3 + 4 + 3 tokens, 6 of them sampled
+        assert [(s.tokens, s.trained_tokens, s.oldest_version) for s in rollout.samples] == [(13, 6, 0)]
+        assert sample.mask.tolist() == [False] * 3 + [True] * 3 + [False] * 4 + [True] * 3
+        assert rollout.generated_tokens == 6 and rollout.duration_s > 0
+    assert {len(ids) for ids, _ in engine.calls} == {3, 10}
+
+
+def test_the_distribution_that_is_asked_for(host):
+    engine = FakeEngine()
+    run_group(host(engine), n=1, max_new_tokens=7)
+    ((_, sampling),) = engine.calls
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.7, 0.9, 5, 7)
+    assert sampling.stop_token_ids == (END_ID,)
+
+
+def test_seeds_are_never_equal_within_a_group_and_the_same_in_the_next_run(host):
+    def seeds():
+        engine = FakeEngine()
+        run_group(host(engine), "two turns", n=8)
+        return [sampling.seed for _, sampling in engine.calls]
+
+    first = seeds()
+    assert len(set(first)) == len(first) == 16  # 8 rollouts x 2 turns
+    assert sorted(first) == sorted(seeds())
+    assert all(0 <= seed < 2**63 for seed in first)
+
+
+@settings(deadline=None)
+@given(st.sets(st.tuples(*[st.integers(-1, 1000)] * 5), max_size=50))
+def test_seeds_are_equal_only_for_equal_parts(parts):
+    assert len({seed_of(*p) for p in parts}) == len(parts)
+
+
+def test_a_failed_attempt_is_made_again_and_remembered(host):
+    result, samples = run_group(host(FakeEngine()), "sometimes", n=2)
+    assert [r.outcome for r in result.rollouts] == [Scored(1.0, 1.0)] * 2
+    failures = [f for r in result.rollouts for f in r.failures]
+    # Of the plain class: the driver cannot unpickle one that the user's file defines.
+    assert [(type(f), f.reason, f.detail) for f in failures] == [
+        (InfraFailure, "sandbox", "no answer from the sandbox")
+    ] * 2
+    assert all(len(segments) == 1 for segments in samples)
+
+
+@pytest.mark.parametrize(
+    ("what", "reason", "detail"),
+    [
+        ("always", "KeyError", "KeyError('grader') at "),
+        ("nonsense", "AgentError", "step returned a float"),
+        ("nan", "reward_not_finite", "reward nan"),
+        ("hang", "timeout", "no end within rollout.timeout_s (=0.05)"),
+        ("hang with a limit of its own", "TimeoutError", "TimeoutError() at "),
+    ],
+)
+def test_a_rollout_that_fails_for_good_has_no_reward_and_no_samples(host, what, reason, detail):
+    engine = FakeEngine()
+    result, samples = run_group(host(engine, timeout_s=0.05), what, n=1)
+    (rollout,) = result.rollouts
+    assert isinstance(rollout.outcome, InfraFailure) and rollout.outcome.reason == reason
+    assert detail in rollout.outcome.detail
+    assert [f.reason for f in rollout.failures] == [reason] * 2  # and the third attempt is the outcome
+    assert samples == [[]] and rollout.samples == () and rollout.turns == 0
+    assert len(engine.calls) == 3
+
+
+def test_no_retries(host):
+    result, _ = run_group(host(FakeEngine(), max_retries=0), "always", n=1)
+    assert result.rollouts[0].failures == () and isinstance(result.rollouts[0].outcome, InfraFailure)
+
+
+def test_a_policy_failure_is_not_made_again(host):
+    engine = FakeEngine()
+    result, samples = run_group(host(engine), "reject", n=1)
+    outcome = result.rollouts[0].outcome
+    assert type(outcome) is PolicyFailure and (outcome.reward, outcome.reason) == (-1.0, "rejected")
+    assert len(engine.calls) == 1 and len(samples[0]) == 1
+
+
+def test_a_prompt_without_room_for_an_answer_is_unusable(host):
+    engine = FakeEngine()
+    result, samples = run_group(host(engine), text="x" * 64)
+    assert result.unusable == "prompt of 64 tokens leaves no room in data.max_len (=64)"
+    assert result.rollouts == [] and samples == [] and not engine.calls
+    result, _ = run_group(host(engine), text="x" * 63)
+    assert result.unusable is None and all(r.truncated for r in result.rollouts)  # one token fits
+
+
+def test_a_prompt_that_the_template_rejects_is_unusable(host):
+    prompt = Prompt(0, 0, 0, messages=[{"role": "user", "content": None}], text=None)
+    group = GroupTask(prompt, 1, 1.0, 1.0, -1, None)
+    result, _ = asyncio.run(host(FakeEngine(), apply_chat_template=True).run_group(group))
+    assert "rejected by the chat template" in result.unusable
+
+
+def test_a_dead_engine_looks_idle_and_is_still_left_alone():
+    dead, alive = FakeEngine(fails=99), FakeEngine()
+    pool = EnginePool([dead, alive], "r")
+    sampling = Sampling(1.0, 1.0, -1, 3, 0, ())
+
+    async def main():
+        for turn in range(3):  # the rollout moves, and stays where it moved to
+            assert (await pool.generate("a", [1, 2], sampling, 5.0)).token_ids.tolist() == [50, 51, END_ID], turn
+        assert (len(dead.calls), len(alive.calls)) == (1, 3)
+        pool.forget("a")
+
+    asyncio.run(main())
+    assert len(set(dead.ids + alive.ids)) == 4 and pool.in_flight == [0, 0]
+
+
+def test_when_every_engine_fails_the_rollout_fails_and_says_why():
+    pool = EnginePool([FakeEngine(fails=99), FakeEngine(fails=99)], "r")
+    with pytest.raises(InfraFailure) as failure:
+        asyncio.run(pool.generate("a", [1], Sampling(1.0, 1.0, -1, 3, 0, ()), 5.0))
+    assert failure.value.reason == "engine"
+    for part in (f"{MAX_ATTEMPTS} attempts failed", "engine 0: EngineError('engine is dead')", "engine 1: "):
+        assert part in failure.value.detail
+
+
+def test_new_rollouts_go_to_the_engine_with_the_fewest_calls_and_stay_there():
+    engines = [FakeEngine(holds=True), FakeEngine(holds=True)]
+    pool = EnginePool(engines, "r")
+    sampling = Sampling(1.0, 1.0, -1, 3, 0, ())
+
+    async def main():
+        calls = []
+        for name in "abcd":
+            calls.append(asyncio.create_task(pool.generate(name, [1], sampling, 5.0)))
+            await asyncio.sleep(0)
+        assert pool.in_flight == [2, 2]
+        calls.append(asyncio.create_task(pool.generate("a", [1], sampling, 5.0)))
+        await asyncio.sleep(0)
+        assert pool.in_flight == [3, 2]
+        for engine in engines:
+            engine.holds = False
+        await asyncio.gather(*calls)
+        assert pool.in_flight == [0, 0]
+
+    asyncio.run(main())
