@@ -5,6 +5,7 @@ What is scarce are GPUs, and those are counted here.
 """
 
 import asyncio
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +62,7 @@ def start_ray(config: RLConfig) -> None:
     if Path(config.actor.model_name_or_path).exists():
         variables["HF_HUB_OFFLINE"] = "1"
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    logging.getLogger("ray").setLevel(logging.ERROR)
     guard.start(os.getpid())
     ray.init(
         include_dashboard=False,

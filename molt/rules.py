@@ -1,4 +1,4 @@
-"""Rules across settings: one small function each, `(config) -> message or None`.
+"""Rules across the settings of RL: one small function each, `(config) -> message or None`.
 
 Ranges of a single setting are checked beside it in `config.py`; what needs files, models or the machine
 is in `cli/check.py`.
@@ -6,42 +6,42 @@ is in `cli/check.py`.
 
 from collections.abc import Callable
 from operator import attrgetter
+from typing import Any
 
-from molt.config import RLConfig, SftConfig
-from molt.errors import ConfigError
+from molt.config import RLConfig
 
 Message = str | None
 NEED_A_GROUP = ("reinforce_baseline", "rloo", "grpo", "dr_grpo")
 """Estimators whose baseline is the other rollouts of the prompt."""
 
 
-def _message(c: RLConfig | SftConfig, names: str, consequence: str, fix: str) -> str:
+def message(c: Any, names: str, consequence: str, fix: str) -> str:
     """The values of the (space-separated) settings, the consequence, the fix."""
     first, *others = (f"`{name}` (={attrgetter(name)(c)})" for name in names.split())
     return f"{first} with {' and '.join(others)}: {consequence}. {fix}."
 
 
-def _required(c: RLConfig | SftConfig, name: str, consequence: str, example: str) -> Message:
+def required(c: Any, name: str, consequence: str, example: str) -> Message:
     return None if attrgetter(name)(c) else f"`{name}` is not set: {consequence}. Pass --{name} {example}."
 
 
 def rl_needs_a_model(c: RLConfig) -> Message:
-    return _required(c, "actor.model_name_or_path", "there is nothing to train", "DIR")
+    return required(c, "actor.model_name_or_path", "there is nothing to train", "DIR")
 
 
 def rl_needs_prompts(c: RLConfig) -> Message:
-    return _required(c, "data.prompt_dataset", "no rollout can start", "FILE.jsonl")
+    return required(c, "data.prompt_dataset", "no rollout can start", "FILE.jsonl")
 
 
 def rl_needs_an_agent(c: RLConfig) -> Message:
-    return _required(c, "train.agent_path", "nothing says what a reward is", "FILE.py")
+    return required(c, "train.agent_path", "nothing says what a reward is", "FILE.py")
 
 
 def baseline_needs_a_group(c: RLConfig) -> Message:
     if c.rollout.n_samples_per_prompt == 1 and c.algo.advantage.estimator in NEED_A_GROUP:
         consequence = "a group of one has no baseline, so every advantage would be 0"
         fix = "Use --rollout.n_samples_per_prompt 8, or --algo.advantage.estimator reinforce"
-        return _message(c, "rollout.n_samples_per_prompt algo.advantage.estimator", consequence, fix)
+        return message(c, "rollout.n_samples_per_prompt algo.advantage.estimator", consequence, fix)
 
 
 def stale_tokens_need_correction(c: RLConfig) -> Message:
@@ -49,7 +49,7 @@ def stale_tokens_need_correction(c: RLConfig) -> Message:
         name = "train.async_queue_size" if c.train.async_queue_size > 1 else "train.max_staleness"
         consequence = f"tokens up to {c.train.staleness_bound} batches old would be trained as if they were fresh"
         fix = f"Use --algo.advantage.is_correction_level token, or --{name} 1"
-        return _message(c, f"{name} algo.advantage.is_correction_level", consequence, fix)
+        return message(c, f"{name} algo.advantage.is_correction_level", consequence, fix)
 
 
 def correction_needs_the_whole_distribution(c: RLConfig) -> Message:
@@ -57,14 +57,14 @@ def correction_needs_the_whole_distribution(c: RLConfig) -> Message:
     if cut and c.algo.advantage.is_correction_level != "off":
         consequence = "the engine renormalises what it samples from, the trainer does not: every ratio would be wrong"
         fix = "Use --rollout.top_p 1 --rollout.top_k -1, or --algo.advantage.is_correction_level off"
-        return _message(c, " ".join([*cut, "algo.advantage.is_correction_level"]), consequence, fix)
+        return message(c, " ".join([*cut, "algo.advantage.is_correction_level"]), consequence, fix)
 
 
 def answer_fits_the_context(c: RLConfig) -> Message:
     for name in ("rollout.max_new_tokens", "eval.max_new_tokens"):
         if (attrgetter(name)(c) or 0) >= c.data.max_len:
             fix = f"Use --{name} {max(1, c.data.max_len // 2)}, or raise --data.max_len"
-            return _message(c, f"{name} data.max_len", "the context has no room for a prompt", fix)
+            return message(c, f"{name} data.max_len", "the context has no room for a prompt", fix)
 
 
 def steps_split_by_groups(c: RLConfig) -> Message:
@@ -77,7 +77,7 @@ def steps_split_by_groups(c: RLConfig) -> Message:
             f"it must be a multiple of {n} and divide {groups} * {n} = {c.rollouts_per_batch}, "
             "or a group would be split or rollouts dropped"
         )
-        return _message(c, names, consequence, f"Use --train.batch_size {' or '.join(map(str, near))}")
+        return message(c, names, consequence, f"Use --train.batch_size {' or '.join(map(str, near))}")
 
 
 def staleness_covers_the_queue(c: RLConfig) -> Message:
@@ -85,23 +85,23 @@ def staleness_covers_the_queue(c: RLConfig) -> Message:
     if bound < queue:
         consequence = "groups that the queue lets start would be too old to be trained"
         fix = f"Use --train.max_staleness {queue}, or --train.async_queue_size {max(bound, 0)}"
-        return _message(c, "train.max_staleness train.async_queue_size", consequence, fix)
+        return message(c, "train.max_staleness train.async_queue_size", consequence, fix)
 
 
 def transfer_fits_the_device(c: RLConfig) -> Message:
     if c.fsdp.device == "cpu" and c.vllm.weight_transfer in ("nccl", "ipc"):
         consequence = "it copies between GPUs, so no weights would arrive"
-        return _message(c, "vllm.weight_transfer fsdp.device", consequence, "Use --vllm.weight_transfer auto")
+        return message(c, "vllm.weight_transfer fsdp.device", consequence, "Use --vllm.weight_transfer auto")
     if c.actor.num_nodes > 1 and c.vllm.weight_transfer in ("shm", "ipc"):
         consequence = "nodes share no memory, so no weights would arrive"
-        return _message(c, "vllm.weight_transfer actor.num_nodes", consequence, "Use --vllm.weight_transfer nccl")
+        return message(c, "vllm.weight_transfer actor.num_nodes", consequence, "Use --vllm.weight_transfer nccl")
 
 
 def warn_uncorrected(c: RLConfig) -> Message:
     if c.train.staleness_bound == 1 and c.algo.advantage.is_correction_level == "off":
         consequence = "tokens may be one batch old and are trained as if they were fresh"
         fix = "Use --algo.advantage.is_correction_level token, or --train.async_queue_size 0"
-        return _message(c, "train.async_queue_size algo.advantage.is_correction_level", consequence, fix)
+        return message(c, "train.async_queue_size algo.advantage.is_correction_level", consequence, fix)
 
 
 def warn_more_in_flight_than_open(c: RLConfig) -> Message:
@@ -109,53 +109,37 @@ def warn_more_in_flight_than_open(c: RLConfig) -> Message:
     if (c.rollout.vllm_generate_batch_size or 0) > room:
         names = "rollout.vllm_generate_batch_size train.async_queue_size rollout.batch_size"
         fix = f"Use --rollout.vllm_generate_batch_size {room}, or raise --train.async_queue_size"
-        return _message(c, names, f"at most (1 + queue) * batch = {room} groups may be open", fix)
+        return message(c, names, f"at most (1 + queue) * batch = {room} groups may be open", fix)
 
 
-def warn_eval_without_dataset(c: RLConfig | SftConfig) -> Message:
+def warn_eval_without_dataset(c: Any) -> Message:
     if c.eval.dataset is None and (c.eval.steps > 0 or getattr(c.eval, "eval_at_start", False)):
-        return _message(c, "eval.dataset eval.steps", "nothing is evaluated", "Pass --eval.dataset FILE.jsonl")
+        return message(c, "eval.dataset eval.steps", "nothing is evaluated", "Pass --eval.dataset FILE.jsonl")
 
 
 def warn_template_unused(c: RLConfig) -> Message:
     if c.data.chat_template and not c.data.apply_chat_template:
         consequence = "prompts are plain text, so no template is used"
-        return _message(
-            c, "data.chat_template data.apply_chat_template", consequence, "Pass --data.apply_chat_template"
-        )
+        return message(c, "data.chat_template data.apply_chat_template", consequence, "Pass --data.apply_chat_template")
 
 
 def warn_gamma_unused(c: RLConfig) -> Message:
     if c.algo.advantage.gamma < 1 and c.algo.advantage.estimator in NEED_A_GROUP:
         fix = "Use --algo.advantage.gamma 1, or --algo.advantage.estimator reinforce"
-        return _message(
+        return message(
             c, "algo.advantage.gamma algo.advantage.estimator", "one number per rollout has no discount", fix
         )
 
 
-def warn_nothing_saved(c: RLConfig | SftConfig) -> Message:
+def warn_nothing_saved(c: Any) -> Message:
     if c.ckpt.disable_final_save and c.ckpt.save_steps == -1:
         consequence = "nothing is saved unless SIGTERM stops the run"
         fix = "Drop --ckpt.disable_final_save, or use --ckpt.save_steps 20"
-        return _message(c, "ckpt.disable_final_save ckpt.save_steps", consequence, fix)
-
-
-def sft_needs_a_model(c: SftConfig) -> Message:
-    return _required(c, "model.model_name_or_path", "there is nothing to train", "DIR")
-
-
-def sft_needs_a_dataset(c: SftConfig) -> Message:
-    return _required(c, "data.dataset", "there is nothing to learn from", "FILE.jsonl")
-
-
-def warn_micro_batch_never_full(c: SftConfig) -> Message:
-    if c.train.micro_batch_size > c.train.batch_size:
-        fix = f"Use --train.micro_batch_size {c.train.batch_size}, or raise --train.batch_size"
-        return _message(c, "train.micro_batch_size train.batch_size", "no forward pass is ever full", fix)
+        return message(c, "ckpt.disable_final_save ckpt.save_steps", consequence, fix)
 
 
 Rule = Callable[..., Message]
-RL_RULES: list[Rule] = [
+RULES: list[Rule] = [
     rl_needs_a_model,
     rl_needs_prompts,
     rl_needs_an_agent,
@@ -167,7 +151,7 @@ RL_RULES: list[Rule] = [
     staleness_covers_the_queue,
     transfer_fits_the_device,
 ]
-RL_WARNINGS: list[Rule] = [
+WARNINGS: list[Rule] = [
     warn_uncorrected,
     warn_more_in_flight_than_open,
     warn_eval_without_dataset,
@@ -175,23 +159,8 @@ RL_WARNINGS: list[Rule] = [
     warn_gamma_unused,
     warn_nothing_saved,
 ]
-SFT_RULES: list[Rule] = [sft_needs_a_model, sft_needs_a_dataset]
-SFT_WARNINGS: list[Rule] = [warn_micro_batch_never_full, warn_eval_without_dataset, warn_nothing_saved]
 
 
-def errors(config: RLConfig | SftConfig) -> list[str]:
-    """What makes these settings unusable."""
-    rules = RL_RULES if isinstance(config, RLConfig) else SFT_RULES
-    return [message for rule in rules if (message := rule(config))]
-
-
-def warnings(config: RLConfig | SftConfig) -> list[str]:
-    """What is allowed but probably not meant."""
-    rules = RL_WARNINGS if isinstance(config, RLConfig) else SFT_WARNINGS
-    return [message for rule in rules if (message := rule(config))]
-
-
-def check_rules(config: RLConfig | SftConfig) -> None:
-    """Raise one ConfigError with everything that `errors` finds."""
-    if found := errors(config):
-        raise ConfigError("\n".join(found))
+def broken(rules: list[Rule], config: Any) -> list[str]:
+    """The messages of the rules that do not hold."""
+    return [text for rule in rules if (text := rule(config))]

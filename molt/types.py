@@ -145,7 +145,6 @@ class RolloutInfo:
     truncated: bool
     turns: int
     samples: tuple[SampleInfo, ...]
-    retries: int = 0
     duration_s: float = 0.0
     failures: tuple[InfraFailure, ...] = ()
     """Infrastructure failures of the attempts before this one."""

@@ -2,8 +2,11 @@
 
 import os
 
+import hypothesis
 import pytest
 
+hypothesis.settings.register_profile("molt", deadline=None)  # a busy machine is not a failure
+hypothesis.settings.load_profile("molt")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 

@@ -1,5 +1,6 @@
 """An agent that a random model learns in a few steps: the reward is the share of sevens in the answer."""
 
+import asyncio
 import os
 from pathlib import Path
 
@@ -8,16 +9,20 @@ from molt.agents import Env, Result, StepEnvRunner
 
 class Sevens(Env):
     async def step(self, state):
-        self.misbehave(state)
+        await self.misbehave(state)
         action = state["action"]
+        if state["label"] == "nan":
+            return Result(reward=float("nan"))
         return Result(reward=action.count("7") / 4, info={"sevens": action.count("7")})
 
-    def misbehave(self, state):
-        """The label says what goes wrong: `raise`, or `die:FILE` once, until FILE exists."""
+    async def misbehave(self, state):
+        """The label says what goes wrong: `raise`, `hang`, `nan`, or `die:FILE` once, until FILE exists."""
         label = state["label"] or ""
-        if "raise" in label:
+        if label == "raise":
             raise RuntimeError("the sandbox is gone")
-        if "die" in label:
+        if label == "hang":
+            await asyncio.sleep(3600)
+        if label.startswith("die:"):
             flag = Path(label.split(":", 1)[1])
             if not flag.exists():
                 flag.touch()

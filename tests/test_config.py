@@ -7,30 +7,34 @@ from pathlib import Path
 
 import pytest
 
-from molt import config
+from molt import config, config_sft
 from molt.errors import ConfigError
 
 PACKAGE = Path(config.__file__).parent
-SECTIONS = [item for item in vars(config).values() if dataclasses.is_dataclass(item)]
-TREE = ast.parse(Path(config.__file__).read_text())
+SECTIONS = {name: item for name, item in (vars(config) | vars(config_sft)).items() if dataclasses.is_dataclass(item)}
+CLASSES = [
+    node
+    for module in (config, config_sft)
+    for node in ast.parse(Path(module.__file__).read_text()).body
+    if isinstance(node, ast.ClassDef) and node.name in SECTIONS
+]
 
 
 def _fields() -> list[tuple[str, str]]:
     return [
         (node.name, statement.target.id)
-        for node in TREE.body
-        if isinstance(node, ast.ClassDef)
+        for node in CLASSES
         for statement in node.body
         if isinstance(statement, ast.AnnAssign)
     ]
 
 
 def _is_section(class_name: str, field: str) -> bool:
-    (found,) = (f for f in dataclasses.fields(getattr(config, class_name)) if f.name == field)
+    (found,) = (f for f in dataclasses.fields(SECTIONS[class_name]) if f.name == field)
     return dataclasses.is_dataclass(found.type)
 
 
-@pytest.mark.parametrize("section", SECTIONS, ids=lambda s: s.__name__)
+@pytest.mark.parametrize("section", SECTIONS.values(), ids=SECTIONS)
 def test_defaults_are_valid_frozen_and_unset_means_none(section):
     made = section()
     for field in dataclasses.fields(section):
@@ -42,7 +46,7 @@ def test_defaults_are_valid_frozen_and_unset_means_none(section):
 
 
 def test_every_field_has_its_help():
-    for node in (n for n in TREE.body if isinstance(n, ast.ClassDef)):
+    for node in CLASSES:
         assert ast.get_docstring(node), node.name
         for statement, following in zip(node.body, [*node.body[1:], None], strict=True):
             if isinstance(statement, ast.AnnAssign) and not _is_section(node.name, statement.target.id):
@@ -53,13 +57,12 @@ def test_every_field_has_its_help():
 
 def _read_names() -> set[str]:
     """Attributes read in the package; what only checks settings does not count as reading them."""
-    checks = {PACKAGE / "config.py", PACKAGE / "rules.py", PACKAGE / "cli" / "check.py"}
+    checks = {*PACKAGE.glob("config*.py"), *PACKAGE.glob("rules*.py"), PACKAGE / "cli" / "check.py"}
     trees = [ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py") if path not in checks]
     # A property of the settings counts for the fields it reads, if it is read itself.
     properties = {
         function.name: function
-        for node in TREE.body
-        if isinstance(node, ast.ClassDef)
+        for node in CLASSES
         for function in node.body
         if isinstance(function, ast.FunctionDef) and function.decorator_list
     }
@@ -127,13 +130,22 @@ WRONG = [
     (config.EvalConfig, "max_new_tokens", 0),
     (config.EvalConfig, "temperature", -1.0),
     (config.EvalConfig, "top_p", 0.0),
-    (config.SftDataConfig, "max_len", 0),
-    (config.SftDataConfig, "max_samples", 0),
-    (config.SftTrainConfig, "micro_batch_size", 0),
-    (config.SftTrainConfig, "batch_size", 0),
-    (config.SftTrainConfig, "max_steps", 0),
-    (config.SftEvalConfig, "steps", 0),
+    (config_sft.SftDataConfig, "max_len", 0),
+    (config_sft.SftDataConfig, "max_samples", 0),
+    (config_sft.SftTrainConfig, "micro_batch_size", 0),
+    (config_sft.SftTrainConfig, "batch_size", 0),
+    (config_sft.SftTrainConfig, "max_steps", 0),
+    (config_sft.SftEvalConfig, "steps", 0),
 ]
+
+
+def test_a_message_names_the_flag():
+    with pytest.raises(ConfigError, match=r"^`rollout.top_p` \(=0.0\): it is a share"):
+        config.RolloutConfig(top_p=0.0)
+    with pytest.raises(ConfigError, match="^`actor.min_lr_ratio` "):
+        config.ActorConfig(min_lr_ratio=2.0)
+    with pytest.raises(ConfigError, match="^`min_lr_ratio` "):
+        config_sft.SftConfig(min_lr_ratio=2.0)
 
 
 @pytest.mark.parametrize(("section", "name", "value"), WRONG, ids=lambda x: getattr(x, "__name__", str(x)))
@@ -155,5 +167,5 @@ def test_derived_values():
     ckpt = config.CkptConfig(output_dir=Path("out"))
     assert (ckpt.checkpoints, ckpt.run_dir) == (Path("out/checkpoints"), Path("out/run"))
     assert config.CkptConfig(path=Path("elsewhere")).checkpoints == Path("elsewhere")
-    sft = config.SftConfig()
+    sft = config_sft.SftConfig()
     assert sft.adam.lr == 5e-6 and sft.ckpt.save_steps == -1

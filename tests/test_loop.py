@@ -78,6 +78,18 @@ def test_failed_rollouts_are_never_trained_and_are_backfilled(ray_session, model
     assert sum(metrics(tmp_path / "out", "faults/RuntimeError")) == 8  # 4 rollouts x 2 attempts
 
 
+@pytest.mark.parametrize(("label", "reason", "detail"), [
+    ("hang", "timeout", "rollout.timeout_s (=4)"), ("nan", "reward_not_finite", "reward nan"),
+])  # fmt: skip
+def test_a_hanging_env_and_a_nan_reward_cost_their_group_alone(ray_session, model_dir, tmp_path, label, reason, detail):
+    prompts = write_prompts(tmp_path / "p.jsonl", 21, {5: label})
+    run(settings(model_dir, tmp_path / "out", prompts, "--rollout.max_retries", "0", "--rollout.timeout_s", "4",
+                 "--rollout.max_failure_rate", "0.5"))  # fmt: skip
+    (lost,) = events(tmp_path / "out", "group_discarded")
+    assert lost["reason"] == reason and detail in lost["detail"]
+    assert sorted([*trained_groups(tmp_path / "out"), lost["group"]]) == sorted(f"0:{i}" for i in range(21))
+
+
 def test_too_many_failures_stop_the_run_with_the_reasons_and_it_can_go_on(ray_session, model_dir, tmp_path):
     output, bad = tmp_path / "out", {i: "raise" for i in range(40)}
     prompts = write_prompts(tmp_path / "p.jsonl", 40, bad)

@@ -45,7 +45,9 @@ def test_sigterm_finishes_the_step_saves_and_exits_0_and_the_run_resumes(model_d
     done = steps_done(output)
     assert 3 <= done < 20
     assert events(output, "checkpoint")[-1]["step"] == done
-    again = subprocess.run([sys.executable, "-m", "tests.runs", *arguments, "--ckpt.load_enable"], cwd=ROOT, timeout=200)
+    again = subprocess.run(
+        [sys.executable, "-m", "tests.runs", *arguments, "--ckpt.load_enable"], cwd=ROOT, timeout=200
+    )
     assert again.returncode == 0
     assert sorted(trained_groups(output)) == sorted(f"0:{i}" for i in range(80))
 

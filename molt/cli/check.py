@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from molt import rules
-from molt.config import CkptConfig, ModelConfig, PromptDataConfig, RLConfig, SftConfig
+from molt.config import CkptConfig, ModelConfig, PromptDataConfig, RLConfig
 from molt.errors import CheckpointError, ConfigError, DataError, MoltError
+from molt.rules import RULES, WARNINGS, Rule, broken
 
 Level = Literal["error", "warning", "ok"]
 LOOK_ROWS = 1_000
@@ -58,7 +58,7 @@ def static_checks(config: RLConfig) -> Findings:
     from molt.agents.load import load_runner
     from molt.parallel.mesh import resolve_device
 
-    found = check_settings(config)
+    found = check_settings(config, RULES, WARNINGS)
     device = found.attempt(resolve_device, config.fsdp.device)
     on_cpu = device is not None and device.type == "cpu"
     tokenizer = check_model(found, config, config.actor, "actor", cpu_engine=on_cpu)
@@ -79,11 +79,11 @@ def check_or_raise(config: Any, checks: Callable[[Any], Findings] = static_check
     return found
 
 
-def check_settings(config: RLConfig | SftConfig) -> Findings:
+def check_settings(config: Any, rules: list[Rule], warnings: list[Rule]) -> Findings:
     """The rules and the output directory."""
     found = Findings()
-    found.add("error", *rules.errors(config))
-    found.add("warning", *rules.warnings(config))
+    found.add("error", *broken(rules, config))
+    found.add("warning", *broken(warnings, config))
     if not found:
         found.add("ok", "settings: all rules hold")
     found.attempt(check_output_dir, config.ckpt)
@@ -111,9 +111,7 @@ def _nearest_existing(path: Path) -> Path:
     return next(parent for parent in (path, *path.absolute().parents) if parent.exists())
 
 
-def check_model(
-    found: Findings, config: RLConfig | SftConfig, model: ModelConfig, section: str, *, cpu_engine: bool
-) -> Any:
+def check_model(found: Findings, config: Any, model: ModelConfig, section: str, *, cpu_engine: bool) -> Any:
     """The tokenizer, or None; adds what config.json says against the settings."""
     path, flag = model.model_name_or_path, f"{section}.model_name_or_path"
     if not path:

@@ -122,6 +122,7 @@ def build_model(path: Path, seed: int) -> int:
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
     vocabulary = {token: index for index, token in enumerate([*SPECIAL, *"0123456789 "])}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token=" "))
@@ -132,6 +133,7 @@ def build_model(path: Path, seed: int) -> int:
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(path)
+    disable_progress_bar()
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(vocabulary),

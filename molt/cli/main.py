@@ -5,7 +5,8 @@ from importlib import import_module
 from pathlib import Path
 
 from molt.cli.args import parse, run_command
-from molt.config import RLConfig, SftConfig
+from molt.config import RLConfig
+from molt.config_sft import SftConfig
 from molt.errors import ConfigError, did_you_mean
 
 TRAINERS = {"rl": ("molt.cli.train_rl_ray", RLConfig), "sft": ("molt.cli.train_sft", SftConfig)}

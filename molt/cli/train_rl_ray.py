@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import ray
+from ray.exceptions import RayTaskError
 
 from molt import cluster
 from molt.algo.advantage import ADVANTAGES
@@ -48,10 +49,10 @@ def run_rl(config: RLConfig, engine_worker: Any = RolloutEngineWorker) -> None:
     cluster.start_ray(config)
     try:
         asyncio.run(drive(config, engine_worker))
-    except ExceptionGroup as group:
-        error = _first(group)
-        if isinstance(error, MoltError):
-            raise error from None
+    except Exception as error:  # no fault boundary: everything is raised again
+        cause = _first(error)
+        if isinstance(cause, MoltError):
+            raise cause from None
         raise
     finally:
         ray.shutdown()
@@ -105,6 +106,8 @@ async def _whole(run: Run) -> None:
         run.records.log.step(0, {name: m.total / m.count for name, m in proof.items()})
         if config.eval.eval_at_start:
             await evaluate_now(run)
+    if run.step >= run.total_steps or run.producer.done:
+        print(f"step {run.step}: nothing is left to train. Raise --train.num_episodes or --train.max_steps to go on.")
     await train(run)
     stopped = run.producer.stopping
     if run.eval_prompts and not stopped:
@@ -201,8 +204,9 @@ def _stop_on_signals(producer: Producer) -> None:
 
 
 def _first(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
+    """The error itself, out of task groups and out of the process that raised it."""
+    while isinstance(error, BaseExceptionGroup | RayTaskError):
+        error = error.cause if isinstance(error, RayTaskError) else error.exceptions[0]
     return error
 
 

@@ -21,14 +21,15 @@ from molt.cli.check import (
     first_rows,
     show,
 )
-from molt.config import SftConfig
+from molt.config_sft import SftConfig
+from molt.rules_sft import RULES, WARNINGS
 
 
 def static_checks(config: SftConfig) -> Findings:
     """Everything found about an SFT run, errors included; never raises for what is wrong with the settings."""
     from molt.parallel.mesh import resolve_device
 
-    found = check_settings(config)
+    found = check_settings(config, RULES, WARNINGS)
     found.attempt(resolve_device, config.fsdp.device)
     tokenizer = check_model(found, config, config.model, "model", cpu_engine=False)
     if config.data.dataset:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from molt.chat.render import render_text, require_template
-from molt.config import SftDataConfig
+from molt.config_sft import SftDataConfig
 from molt.data.prompts import Message, as_messages
 from molt.data.rows import DropReport, Row, Rows, UnusableRow, require_column
 from molt.errors import DataError

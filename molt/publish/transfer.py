@@ -13,7 +13,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
+from molt.errors import PublicationError
 from molt.publish.proof import checksum
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
@@ -49,8 +52,6 @@ class ShmSender:
 
     def send(self) -> dict[str, int]:
         """Gather while the engines still generate; only then are they asked to pause."""
-        from safetensors.torch import save_file
-
         tensors: dict[str, torch.Tensor] = {}
         for name, tensor in self.source():  # every rank iterates: the gather is a collective
             if self.rank == 0:
@@ -62,13 +63,23 @@ class ShmSender:
         handle, path = tempfile.mkstemp(prefix="molt-weights-", suffix=".safetensors", dir=folder)
         os.close(handle)
         try:
-            save_file(tensors, path)
+            self._write(tensors, path)
             self.client.start_weight_update()
             self.client.update_weights({"path": path})
             self.client.finish_weight_update()
         finally:
             os.unlink(path)
         return sums
+
+    def _write(self, tensors: dict[str, torch.Tensor], path: str) -> None:
+        try:
+            save_file(tensors, path)
+        except (OSError, SafetensorError) as error:
+            size = sum(t.numel() * t.element_size() for t in tensors.values())
+            raise PublicationError(
+                f"{path}: {size:,} bytes of weights do not fit ({error}), so the engines would keep the old policy and "
+                "the run stops. Free shared memory, or give the container more of it (docker --shm-size)."
+            ) from error
 
 
 class VllmSender:

@@ -213,6 +213,7 @@ def _engine_arguments(settings: EngineSettings):
         weight_transfer_config=WeightTransferConfig(backend=settings.weight_transfer),
         worker_extension_cls=settings.extension,
         disable_log_stats=True,
+        use_tqdm_on_load=False,
         **extra,
     )
 

@@ -99,15 +99,19 @@ class FailureWindow:
     details: dict[str, str]
 
     def add(self, failures: Sequence[InfraFailure], good: bool) -> None:
-        """Raises `FailureRateError` with the table of reasons when too many failed."""
+        """Count one rollout's attempts. Raises as `check` does."""
         for failure in failures:
             self.details[failure.reason] = failure.detail
             self.recent.append(failure.reason)
         if good:
             self.recent.append(None)
+        self.check(MIN_ATTEMPTS)
+
+    def check(self, min_attempts: int) -> None:
+        """Raise `FailureRateError` with the table of reasons when too many of at least `min_attempts` failed."""
         reasons = Counter(reason for reason in self.recent if reason)
         failed = sum(reasons.values())
-        if len(self.recent) >= MIN_ATTEMPTS and failed > self.limit * len(self.recent):
+        if len(self.recent) >= min_attempts and failed > self.limit * len(self.recent):
             table = "\n".join(
                 f"  {count:5d}  {reason}: {self.details[reason]}" for reason, count in reasons.most_common()
             )
@@ -164,6 +168,7 @@ class Producer:
                         self.open[prompt.group_id] = group
                         tasks.create_task(self._fill(group))
                     await self._change()
+            self.failures.check(min_attempts=1)  # a short run that only failed must not end as a success
         except* MoltError as errors:
             self.error = errors.exceptions[0]
             self._notify()
@@ -173,7 +178,7 @@ class Producer:
 
         Raises `StalledError` when nothing finishes for `stalled_after_s`, and what stopped `run`.
         """
-        while not self.stopping and (self.open or not self.exhausted):
+        while not self.stopping and not self.done:
             if self.error is not None:
                 raise self.error
             selected = select_batch(
@@ -208,6 +213,11 @@ class Producer:
     def exhausted(self) -> bool:
         """No further group can start."""
         return not self.restarts and self.position >= len(self.stream)
+
+    @property
+    def done(self) -> bool:
+        """Every prompt is trained or discarded."""
+        return self.exhausted and not self.open
 
     def ledger(self) -> dict[str, Any]:
         """What a checkpoint holds of the prompts: the next position, and who is open."""

@@ -151,7 +151,9 @@ class AgentHost:
             self.pool.forget(rollout)
 
 
-RunnerWorker = ray.remote(max_concurrency=16384)(AgentHost)
+@ray.remote(max_concurrency=16384)
+class RunnerWorker(AgentHost):
+    """An `AgentHost` in a process of its own."""
 
 
 def seed_of(*parts: int) -> int:

@@ -23,7 +23,7 @@ from molt.algo.reduce import token_weights
 from molt.batch.balance import micro_batches, partition
 from molt.batch.collate import Batch, collate, scatter
 from molt.chat.render import load_tokenizer
-from molt.config import SftConfig
+from molt.config_sft import SftConfig
 from molt.data.conversations import Conversation, build_conversations
 from molt.data.rows import load_rows
 from molt.errors import CheckpointError

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molt.cli.args import dump, flags, load, parse
-from molt.config import CkptConfig, PromptDataConfig, RLConfig, SftConfig
+from molt.config import CkptConfig, PromptDataConfig, RLConfig
+from molt.config_sft import SftConfig
 from molt.errors import ConfigError
 
 CONFIGS = [RLConfig, SftConfig]

@@ -68,7 +68,7 @@ def test_sft_refuses_before_anything_is_written(run, capsys):
 
 def test_sft_writes_its_settings_and_trains(run, monkeypatch, capsys):
     from molt.cli.args import load
-    from molt.config import SftConfig
+    from molt.config_sft import SftConfig
 
     trained = []
     monkeypatch.setattr("molt.train.sft.run_sft", trained.append)

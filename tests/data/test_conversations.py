@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from molt.config import SftDataConfig
+from molt.config_sft import SftDataConfig
 from molt.data.conversations import build_conversations
 from molt.data.rows import load_rows
 from molt.errors import DataError

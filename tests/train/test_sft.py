@@ -12,8 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from molt.config import AdamConfig, CkptConfig, FsdpConfig, ModelConfig, SftConfig, SftDataConfig, SftEvalConfig
-from molt.config import SftTrainConfig as TrainConfig
+from molt.config import AdamConfig, CkptConfig, FsdpConfig, ModelConfig
+from molt.config_sft import SftConfig, SftDataConfig, SftEvalConfig
+from molt.config_sft import SftTrainConfig as TrainConfig
 from molt.errors import CheckpointError
 from molt.train.checkpoint import checkpoint_step, latest_checkpoint
 from molt.train.sft import run_sft

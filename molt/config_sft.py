@@ -1,0 +1,78 @@
+"""The settings of SFT; see `config.py` for how a setting is written."""
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from molt.config import (
+    CADENCE,
+    AdamConfig,
+    CkptConfig,
+    FsdpConfig,
+    LoggerConfig,
+    ModelConfig,
+    OptimizerConfig,
+    Section,
+    at_least,
+)
+
+
+@dataclass(frozen=True)
+class SftDataConfig(Section, prefix="data."):
+    """The conversations of SFT."""
+
+    dataset: str = ""
+    """Comma list of json, jsonl or parquet files. Required."""
+    max_samples: Annotated[int | None, at_least(1, "no row would be left")] = None
+    """Use only the first rows."""
+    max_len: Annotated[int, at_least(1, "no row would be left")] = 2048
+    """Longest conversation in tokens; longer ones are dropped, counted and named."""
+    input_key: str = "input"
+    """Column with the prompt, or with the whole conversation."""
+    output_key: str | None = None
+    """Column with the answer. Unset: the input column holds the whole conversation."""
+    tools_key: str | None = None
+    """Column with the tools offered in the conversation."""
+    chat_template: str | None = None
+    """A template file or text that overrides the model's."""
+    train_on_last_turn_only: bool = False
+    """Only the last assistant turn enters the loss."""
+
+
+@dataclass(frozen=True)
+class SftTrainConfig(Section, prefix="train."):
+    """The SFT loop."""
+
+    micro_batch_size: Annotated[int, at_least(1, "nothing would be trained")] = 8
+    """Conversations per forward/backward."""
+    batch_size: Annotated[int, at_least(1, "nothing would be trained")] = 128
+    """Conversations per optimizer step."""
+    max_epochs: Annotated[int, at_least(1, "nothing would be trained")] = 2
+    """Passes over the data."""
+    max_steps: Annotated[int | None, at_least(1, "nothing would be trained")] = None
+    """Stop after this many optimizer steps."""
+    seed: int = 42
+    """Controls the order of the data."""
+
+
+@dataclass(frozen=True)
+class SftEvalConfig(Section, prefix="eval."):
+    """Held-out loss during SFT."""
+
+    dataset: str | None = None
+    """Comma list of files; columns as in --data."""
+    steps: Annotated[int, CADENCE] = -1
+    """Cadence in optimizer steps; -1: after each epoch."""
+
+
+@dataclass(frozen=True)
+class SftConfig(OptimizerConfig):
+    """`molt sft`: supervised fine-tuning."""
+
+    adam: AdamConfig = field(default_factory=lambda: AdamConfig(lr=5e-6))
+    model: ModelConfig = field(default_factory=ModelConfig)
+    fsdp: FsdpConfig = field(default_factory=FsdpConfig)
+    data: SftDataConfig = field(default_factory=SftDataConfig)
+    train: SftTrainConfig = field(default_factory=SftTrainConfig)
+    eval: SftEvalConfig = field(default_factory=SftEvalConfig)
+    ckpt: CkptConfig = field(default_factory=lambda: CkptConfig(save_steps=-1))
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
