@@ -1,17 +1,5 @@
 """The exception hierarchy, and the one way an error message is built.
 
-    MoltError
-    ├── ConfigError(ValueError)          a setting, or a combination of settings, is wrong
-    ├── DataError(ValueError)            a dataset or a template cannot be used
-    ├── ResourceError(RuntimeError)      what was asked for is not there
-    ├── AgentError(TypeError)            the user's agent file is not an agent
-    ├── EngineError(RuntimeError)        an inference engine failed or is gone
-    ├── PublicationError(RuntimeError)   weights did not arrive, or are not in use
-    ├── TrainingError(RuntimeError)      an optimizer step went wrong
-    ├── CheckpointError(RuntimeError)    a checkpoint is missing, torn or of another run
-    ├── FailureRateError(RuntimeError)   too many rollouts failed
-    └── StalledError(TimeoutError)       nothing moved for longer than the bound
-
 Every message has three parts: the value, the consequence, the fix. Only `MoltError`s are shown to a
 user without a traceback.
 """
@@ -25,43 +13,43 @@ class MoltError(Exception):
 
 
 class ConfigError(MoltError, ValueError):
-    pass
+    """A setting, or a combination of settings, is wrong."""
 
 
 class DataError(MoltError, ValueError):
-    pass
+    """A dataset or a template cannot be used."""
 
 
 class ResourceError(MoltError, RuntimeError):
-    pass
+    """What was asked for is not there."""
 
 
 class AgentError(MoltError, TypeError):
-    pass
+    """The user's agent file is not an agent."""
 
 
 class EngineError(MoltError, RuntimeError):
-    pass
+    """An inference engine failed or is gone."""
 
 
 class PublicationError(MoltError, RuntimeError):
-    pass
+    """Weights did not arrive, or are not in use."""
 
 
 class TrainingError(MoltError, RuntimeError):
-    pass
+    """An optimizer step went wrong."""
 
 
 class CheckpointError(MoltError, RuntimeError):
-    pass
+    """A checkpoint is missing, torn or of another run."""
 
 
 class FailureRateError(MoltError, RuntimeError):
-    pass
+    """Too many rollouts failed."""
 
 
 class StalledError(MoltError, TimeoutError):
-    pass
+    """Nothing moved for longer than the bound."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -142,9 +142,9 @@ WRONG = [
 def test_a_message_names_the_flag():
     with pytest.raises(ConfigError, match=r"^`rollout.top_p` \(=0.0\): it is a share"):
         config.RolloutConfig(top_p=0.0)
-    with pytest.raises(ConfigError, match="^`actor.min_lr_ratio` "):
+    with pytest.raises(ConfigError, match=r"^`actor.min_lr_ratio` "):
         config.ActorConfig(min_lr_ratio=2.0)
-    with pytest.raises(ConfigError, match="^`min_lr_ratio` "):
+    with pytest.raises(ConfigError, match=r"^`min_lr_ratio` "):
         config_sft.SftConfig(min_lr_ratio=2.0)
 
 

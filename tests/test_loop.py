@@ -123,7 +123,7 @@ def test_resume_trains_every_prompt_once_and_moves_the_abandoned_steps(ray_sessi
 def test_at_queue_size_zero_a_resumed_run_ends_with_the_same_bits(ray_session, model_dir, tmp_path):
     prompts = write_prompts(tmp_path / "p.jsonl", 32)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    more = ("--train.async_queue_size", "0", "--actor.lr_scheduler", "cosine", "--ckpt.save_steps", "3")
+    more = ("--train.async_queue_size", "0", "--ckpt.save_steps", "3")
     run(settings(model_dir, whole, prompts, *more))
     run(settings(model_dir, parts, prompts, *more, "--train.max_steps", "5", "--ckpt.disable_final_save"))
     run(settings(model_dir, parts, prompts, *more, "--ckpt.load_enable"))

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import itertools
 import re
 
 import pytest
@@ -251,7 +252,7 @@ def test_every_setting_that_a_message_names_exists(trainer):
     for _, which, broken, *_ in BROKEN:
         if which == trainer:
             config = _config(trainer, broken)
-            for text in sum(_errors_and_warnings(trainer, config), []):
+            for text in itertools.chain(*_errors_and_warnings(trainer, config)):
                 named = re.findall(r"(?:--|`)([a-z_]+(?:\.[a-z_]+)+)", text)
                 assert named and set(named) <= set(known), text
 

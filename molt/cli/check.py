@@ -1,22 +1,29 @@
 """Everything that can be said about a run before a model is loaded.
 
 `molt check rl|sft ...flags` prints it, and both trainers start with it. Takes seconds: no engine, no
-Ray, no weights; the model's config.json is read as the JSON it is.
+Ray, no weights.
 """
 
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+from rich.console import Console
+from rich.text import Text
+
+from molt.agents.load import load_runner
+from molt.chat.render import Renderer, load_tokenizer
 from molt.config import CkptConfig, ModelConfig, PromptDataConfig, RLConfig
+from molt.data.prompts import PromptDataset
+from molt.data.rows import DropReport, Rows, UnusableRow, load_rows
 from molt.errors import CheckpointError, ConfigError, DataError, MoltError
 from molt.rules import RULES, WARNINGS, Rule, broken
 
 Level = Literal["error", "warning", "ok"]
+COLOURS = {"error": "bold red", "warning": "yellow", "ok": "green"}
 LOOK_ROWS = 1_000
 """Rows that are rendered."""
 MOST_ROWS = 20_000
@@ -27,19 +34,11 @@ CHECKPOINT_BYTES = 12
 """Per parameter: a float32 master and two moments."""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report."""
-
-    level: Level
-    text: str
-
-
-class Findings(list[Finding]):
-    """The report as it grows."""
+class Findings(list[tuple[Level, str]]):
+    """The report as it grows, one line each."""
 
     def add(self, level: Level, *texts: str) -> None:
-        self += [Finding(level, text) for text in texts]
+        self += [(level, text) for text in texts]
 
     def attempt(self, function: Callable, *args, **kwargs) -> Any:
         """What the function returns, or None and an error in the report if it raises a MoltError."""
@@ -50,12 +49,11 @@ class Findings(list[Finding]):
 
     @property
     def errors(self) -> list[str]:
-        return [finding.text for finding in self if finding.level == "error"]
+        return [text for level, text in self if level == "error"]
 
 
 def static_checks(config: RLConfig) -> Findings:
     """Everything found about an RL run, errors included; never raises for what is wrong with the settings."""
-    from molt.agents.load import load_runner
     from molt.parallel.mesh import resolve_device
 
     found = check_settings(config, RULES, WARNINGS)
@@ -112,79 +110,46 @@ def _nearest_existing(path: Path) -> Path:
 
 
 def check_model(found: Findings, config: Any, model: ModelConfig, section: str, *, cpu_engine: bool) -> Any:
-    """The tokenizer, or None; adds what config.json says against the settings."""
-    path, flag = model.model_name_or_path, f"{section}.model_name_or_path"
-    if not path:
-        return None
-    from molt.chat.render import load_tokenizer
+    """The tokenizer, or None; adds what the model's configuration says against the settings."""
+    from molt.models.build import load_config
 
-    tokenizer = found.attempt(load_tokenizer, path, config.data.chat_template, flag=flag)
-    if tokenizer is not None and (settings := found.attempt(_model_settings, path, flag)):
-        wrong = list(_misfits(path, flag, config.data.max_len, settings, cpu_engine))
-        found.add("error", *wrong)
-        if not wrong:
-            found.add("ok", f"model: {settings.get('model_type', 'unknown type')} at {path}")
-        found.add("warning", *_disk_misfits(config.ckpt, Path(path), settings))
+    path, flag = model.model_name_or_path, f"{section}.model_name_or_path"
+    if not path or (tokenizer := found.attempt(load_tokenizer, path, config.data.chat_template, flag=flag)) is None:
+        return None
+    if (known := found.attempt(load_config, path, config.data.max_len, flag=flag)) is not None:
+        head = getattr(known, "head_dim", None) or known.hidden_size // known.num_attention_heads
+        if cpu_engine and head not in CPU_HEAD_SIZES:
+            found.add(
+                "error",
+                f"`{flag}` (={path}): its attention heads have size {head}, so the CPU engine would die at the first "
+                f"request. Use a model with size {', '.join(map(str, CPU_HEAD_SIZES))}.",
+            )
+        else:
+            found.add("ok", f"model: {known.model_type} at {path}")
+        _check_disk(found, config.ckpt, Path(path), 4 if "32" in str(known.dtype) else 2)
     return tokenizer
 
 
-def _model_settings(path: str, flag: str) -> dict[str, Any]:
-    """The model's config.json; for a model with images the part about text comes on top."""
-    from transformers.utils import cached_file
-
-    try:
-        settings = json.loads(Path(cached_file(path, "config.json")).read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"`{flag}` (={path}): no readable config.json ({str(error).splitlines()[0]}), so no model could be built. "
-            "Give a Hugging Face model directory or a hub name."
-        ) from error
-    return settings | settings.get("text_config", {})
-
-
-def _misfits(path: str, flag: str, max_len: int, settings: dict[str, Any], cpu_engine: bool) -> Iterator[str]:
-    heads, hidden = settings.get("num_attention_heads"), settings.get("hidden_size")
-    head = settings.get("head_dim") or (hidden // heads if heads and hidden else None)
-    if cpu_engine and head and head not in CPU_HEAD_SIZES:
-        yield (
-            f"`{flag}` (={path}): its attention heads have size {head}, so the CPU engine would die at the first "
-            f"request. Use a model with size {', '.join(map(str, CPU_HEAD_SIZES))}."
-        )
-    most = settings.get("max_position_embeddings")
-    scaled = "factor" in (settings.get("rope_scaling") or settings.get("rope_parameters") or {})
-    if most and max_len > most and not scaled:
-        yield (
-            f"`data.max_len` (={max_len}) is above the model's max_position_embeddings (={most}): it has no such "
-            f"positions. Use --data.max_len {most}."
-        )
-
-
-def _disk_misfits(ckpt: CkptConfig, model: Path, settings: dict[str, Any]) -> Iterator[str]:
+def _check_disk(found: Findings, ckpt: CkptConfig, model: Path, bytes_each: int) -> None:
     stored = sum(file.stat().st_size for file in model.glob("*.safetensors"))
-    bytes_each = 4 if "32" in str(settings.get("dtype") or settings.get("torch_dtype")) else 2
     one = stored // bytes_each * CHECKPOINT_BYTES + stored * ckpt.save_hf
     # A checkpoint is written aside before the oldest one is removed.
     need = stored + one * (1 if ckpt.save_steps == -1 else ckpt.max_num + 1)
     free = shutil.disk_usage(_nearest_existing(ckpt.checkpoints)).free
     if need > free:
-        yield (
+        found.add(
+            "warning",
             f"`ckpt.max_num` (={ckpt.max_num}): checkpoints may take {need / 2**30:.1f} GiB, and a save would fail: "
-            f"{ckpt.checkpoints} has {free / 2**30:.1f} GiB. Keep fewer, or use another --ckpt.output_dir."
+            f"{ckpt.checkpoints} has {free / 2**30:.1f} GiB. Keep fewer, or use another --ckpt.output_dir.",
         )
 
 
-def first_rows(paths: str, flag: str, max_samples: int | None, most: int = MOST_ROWS) -> Any:
+def first_rows(paths: str, flag: str, max_samples: int | None, most: int = MOST_ROWS) -> Rows:
     """As `load_rows`, but bounded."""
-    from molt.data.rows import load_rows
-
     return load_rows(paths, flag=flag, max_samples=min(max_samples or most, most))
 
 
 def _check_prompts(found: Findings, data: PromptDataConfig, evaluation: str | None, tokenizer: Any) -> None:
-    from molt.chat.render import Renderer
-    from molt.data.prompts import PromptDataset
-    from molt.data.rows import DropReport, UnusableRow
-
     rows = first_rows(data.prompt_dataset, "data.prompt_dataset", data.max_samples)
     dataset = PromptDataset(rows, data)
     if evaluation and (held_out := found.attempt(check_overlap, found, rows, evaluation, data.input_key)):
@@ -204,13 +169,14 @@ def _check_prompts(found: Findings, data: PromptDataConfig, evaluation: str | No
     add_rows(found, "prompts", report)
 
 
-def add_rows(found: Findings, what: str, report: Any) -> None:
+def add_rows(found: Findings, what: str, report: DropReport) -> None:
     """Which of the first rows can be used, from their DropReport."""
-    found.add("warning", *([f"{what}: {report.message()}"] if report.dropped else []))
+    if report.dropped:
+        found.add("warning", f"{what}: {report.message()}")
     found.add("ok", f"{what}: {report.total - report.dropped:,} of the first {report.total:,} rows can be used")
 
 
-def check_overlap(found: Findings, rows: Any, evaluation: str, column: str) -> Any:
+def check_overlap(found: Findings, rows: Rows, evaluation: str, column: str) -> Rows:
     """The rows of the evaluation; warns of prompts that are trained on too."""
     held_out = first_rows(evaluation, "eval.dataset", None)
     trained, asked = ([json.dumps(row.get(column), sort_keys=True) for row in some] for some in (rows, held_out))
@@ -246,9 +212,5 @@ def _check_resources(found: Findings, config: RLConfig, on_cpu: bool) -> None:
 
 def show(found: Findings) -> None:
     """Print the report, one finding a line."""
-    from rich.console import Console
-    from rich.text import Text
-
-    colours, console = {"error": "bold red", "warning": "yellow", "ok": "green"}, Console()
-    for finding in found:
-        console.print(Text.assemble((f"{finding.level:<9}", colours[finding.level]), finding.text), soft_wrap=True)
+    for level, text in found:
+        Console().print(Text.assemble((f"{level:<9}", COLOURS[level]), text), soft_wrap=True)

@@ -7,6 +7,7 @@ run by hand; everything lands in one folder.
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from molt.cli import demo_task
+from molt.errors import ConfigError
 
 HELD_OUT = 512
 SFT_ROWS, RL_ROWS = 8_192, 16_384
@@ -41,6 +43,7 @@ def run_demo(folder: Path, seed: int, rl_flags: list[str]) -> None:
     """The whole demo. `rl_flags` override the flags of the RL run."""
     console, started = Console(highlight=False, soft_wrap=True), time.monotonic()
     console.print("[bold]molt demo[/]: a tiny model learns to say five digits backwards", "\n")
+    start_afresh(folder)
     console.print(f"[bold]1. data and model[/] → {folder}")
     build_data(folder, seed)
     parameters = build_model(folder / "model", seed)
@@ -58,6 +61,19 @@ def run_demo(folder: Path, seed: int, rl_flags: list[str]) -> None:
     console.print(f"   {folder}/rl                      the final Hugging Face model")
     console.print(f"   {demo_task.__file__}   the agent: change its reward and run again")
     print(f"demo pass@1 before={before:.2f} after={after:.2f}")
+
+
+def start_afresh(folder: Path) -> None:
+    """An empty folder; that of an earlier demo is replaced, anything else is left alone."""
+    marker = folder / ".molt-demo"
+    if folder.exists() and any(folder.iterdir()) and not marker.exists():
+        raise ConfigError(
+            f"--output_dir (={folder}) holds files that are not a demo's: they would be mixed with it. "
+            "Name an empty or a new folder."
+        )
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    marker.touch()
 
 
 def sft_flags(folder: Path, seed: int) -> list[str]:
@@ -98,6 +114,7 @@ def rl_defaults(folder: Path, seed: int) -> list[str]:
         "--train.seed", str(seed),
         "--eval.dataset", f"{folder}/data/held_out.jsonl",
         "--eval.eval_at_start",
+        "--eval.steps", "50",
         "--eval.n_samples_per_prompt", "1",
         "--logger.logging_steps", "10",
         "--ckpt.output_dir", f"{folder}/rl",

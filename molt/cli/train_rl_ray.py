@@ -172,22 +172,16 @@ def header(config: RLConfig, total_steps: int) -> str:
         low, high = advantage.is_correction_threshold
         correction = f"c = {advantage.is_correction_mode}(exp(old - rollout), {low:g}, {high:g})"
     whitened = " whitened over the batch" if estimator.whiten and not advantage.no_whiten else ""
-    one_step = config.rollouts_per_step == config.rollouts_per_batch and config.train.max_epochs == 1
-    return "\n".join(
-        [
-            f"molt rl  {config.actor.model_name_or_path}  agent {config.train.agent_path}",
-            f"  {total_steps} steps of {config.rollout.batch_size} prompts x "
-            f"{config.rollout.n_samples_per_prompt} rollouts, queue {config.train.async_queue_size}, staleness <= {config.train.staleness_bound}",
-            f"  A = {estimator.formula}{whitened}    [{advantage.estimator}]",
-            f"  loss = sum_t 1/N * -min(r A, clip(r, {1 - low_high[0]:g}, {1 + low_high[1]:g}) A) * c    {correction}",
-            *(
-                ["  one optimizer step per batch: r = 1, so the clip has no effect; c is the trust region"]
-                if one_step
-                else []
-            ),
-            f"  output {config.ckpt.output_dir}",
-        ]
-    )
+    lines = [
+        f"molt rl  {config.actor.model_name_or_path}  agent {config.train.agent_path}",
+        f"  {total_steps} steps of {config.rollout.batch_size} x {config.rollout.n_samples_per_prompt} rollouts, "
+        f"no token older than {config.train.staleness_bound} batches",
+        f"  A = {estimator.formula}{whitened}    [{advantage.estimator}]",
+        f"  loss = sum_t 1/N * -min(r A, clip(r, {1 - low_high[0]:g}, {1 + low_high[1]:g}) A) * c    {correction}",
+    ]
+    if config.rollouts_per_step == config.rollouts_per_batch and config.train.max_epochs == 1:
+        lines.append("  one optimizer step per batch: r = 1, so the clip has no effect; c is the trust region")
+    return "\n".join([*lines, f"  output {config.ckpt.output_dir}"])
 
 
 def _stop_on_signals(producer: Producer) -> None:

@@ -44,13 +44,13 @@ def attention_implementation(config: FsdpConfig, device: torch.device) -> str:
     return name
 
 
-def load_config(path: str, max_len: int | None = None) -> PreTrainedConfig:
+def load_config(path: str, max_len: int | None = None, flag: str = "model_name_or_path") -> PreTrainedConfig:
     """The model's configuration, checked before any weight is read.
 
     Raises `ConfigError` when there is no model at `path`, when it is not a causal LM that transformers itself
     knows (code from a model directory is never run), or when `max_len` exceeds its context.
     """
-    setting = f"`model_name_or_path` (={path})"
+    setting = f"`{flag}` (={path})"
     if not path or (path[0] in "/.~" and not Path(path).is_dir()):
         raise ConfigError(f"{setting}: no such directory, so there is nothing to train. Give a Hugging Face model.")
     try:
@@ -72,8 +72,8 @@ def load_config(path: str, max_len: int | None = None) -> PreTrainedConfig:
     context, rope = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None) or {}
     if max_len and context and max_len > context and "factor" not in rope:
         raise ConfigError(
-            f"`data.max_len` (={max_len}) exceeds the {context} positions of {path}: "
-            f"the model has never seen such positions and engines refuse them. Use at most {context}."
+            f"`data.max_len` (={max_len}) is above the model's max_position_embeddings (={context}): it has never seen "
+            f"such positions and engines refuse them. Use --data.max_len {context}."
         )
     return config
 

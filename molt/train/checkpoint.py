@@ -17,7 +17,6 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,31 +33,6 @@ from molt.publish.gather import named_full_tensors
 
 MANIFEST = "manifest.json"
 SHARD_BYTES = 5 * 2**30
-
-
-def save_checkpoint(
-    directory: Path,
-    step: int,
-    model: nn.Module,
-    optimizer: Optimizer,
-    scheduler: LRScheduler,
-    extra: Mapping[str, Any],
-) -> Path:
-    """Both phases for ranks that own their checkpoint (SFT). Every rank calls it; returns the finished directory.
-
-    extra: JSON-able, returned by `load_checkpoint`; rank 0's counts.
-    """
-    tmp, owner = temporary(directory, step), dist.get_rank() == 0
-    if owner:
-        begin(directory, step)
-    dist.barrier()  # default group, every rank: nobody writes before the directory is empty
-    write_part(tmp, model, optimizer, scheduler)
-    dist.barrier()  # default group, every rank: the manifest must see all parts
-    if owner:
-        (tmp / "extra.json").write_text(json.dumps(extra))
-        commit(tmp)
-    dist.barrier()  # default group, every rank: the checkpoint exists when anyone returns
-    return tmp.with_suffix("")
 
 
 def temporary(directory: Path, step: int) -> Path:
@@ -146,16 +120,11 @@ def latest_checkpoint(directory: Path) -> Path | None:
     return None
 
 
-def prune(directory: Path, max_num: int, protect: Iterable[Path] = ()) -> list[Path]:
-    """Remove the oldest checkpoints beyond `max_num` (>= 1), never the newest or a protected one.
-
-    One process calls it. Returns what was removed.
-    """
-    doomed = [path for path in _candidates(directory)[max_num:] if path not in set(protect)]
-    for path in doomed:
+def prune(directory: Path, max_num: int) -> None:
+    """Remove the oldest checkpoints beyond `max_num` (>= 1). One process calls it."""
+    for path in _candidates(directory)[max_num:]:
         (path / MANIFEST).unlink(missing_ok=True)  # torn from here on, should we die while removing
         shutil.rmtree(path)
-    return doomed
 
 
 def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler) -> dict[str, Any]:
@@ -221,35 +190,30 @@ def export_hf(model: nn.Module, tokenizer, path: Path) -> None:
 
 
 def _write_weights(model: nn.Module, tmp: Path, writer: bool) -> None:
-    """Shards of at most `SHARD_BYTES`, with transformers' names and index."""
-    shards: list[list[str]] = []
+    """Files of at most `SHARD_BYTES`, with transformers' index if there are several."""
+    weight_map: dict[str, str] = {}
     pending: dict[str, Tensor] = {}
-    total = 0
 
     def flush():
-        save_file(pending, tmp / f"shard_{len(shards)}", metadata={"format": "pt"})
-        shards.append(list(pending))
+        file = f"model-{len(set(weight_map.values())) + 1:05d}.safetensors"
+        save_file(pending, tmp / file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(pending, file))
         pending.clear()
 
+    size = 0
     for name, tensor in named_full_tensors(model, model.compute_dtype):  # collectives: every rank iterates to the end
-        if not writer:
-            continue
-        if pending and sum(t.nbytes for t in pending.values()) + tensor.nbytes > SHARD_BYTES:
-            flush()
-        pending[name] = tensor.cpu().contiguous()
-        total += tensor.nbytes
-    if not writer:
-        return
-    flush()
-    if len(shards) == 1:
-        (tmp / "shard_0").rename(tmp / "model.safetensors")
-        return
-    files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    for i, file in enumerate(files):
-        (tmp / f"shard_{i}").rename(tmp / file)
-    weight_map = {name: file for names, file in zip(shards, files, strict=True) for name in names}
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (tmp / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+        if writer:
+            if pending and sum(t.nbytes for t in pending.values()) + tensor.nbytes > SHARD_BYTES:
+                flush()
+            pending[name] = tensor.cpu().contiguous()
+            size += tensor.nbytes
+    if writer:
+        flush()
+        if len(set(weight_map.values())) == 1:
+            (tmp / "model-00001.safetensors").rename(tmp / "model.safetensors")
+        else:
+            index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+            (tmp / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
 
 
 def _move_in(tmp: Path, path: Path) -> None:

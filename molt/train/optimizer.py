@@ -28,15 +28,15 @@ SHAPES = {
 }
 
 
-def lr_factor(step: int, *, scheduler: str, warmup_steps: int, total_steps: int, min_lr_ratio: float) -> float:
+def lr_factor(step: int, config: OptimizerConfig, total_steps: int) -> float:
     """What the peak rate is multiplied by in optimizer step `step` (from 0). In (0, 1]."""
-    warmup = min(1.0, (step + 1) / warmup_steps)
-    if scheduler == "inverse_sqrt":
+    warmup_steps = max(1, round(config.lr_warmup_ratio * total_steps))
+    if config.lr_scheduler == "inverse_sqrt":
         shape = min(1.0, math.sqrt(warmup_steps / (step + 1)))
     else:
         progress = (step + 1 - warmup_steps) / max(1, total_steps - warmup_steps)
-        shape = SHAPES[scheduler](min(1.0, max(0.0, progress)))
-    return warmup * (min_lr_ratio + (1.0 - min_lr_ratio) * shape)
+        shape = SHAPES[config.lr_scheduler](min(1.0, max(0.0, progress)))
+    return min(1.0, (step + 1) / warmup_steps) * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * shape)
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> AdamW:
@@ -61,14 +61,4 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> AdamW:
 
 def build_scheduler(optimizer: torch.optim.Optimizer, config: OptimizerConfig, total_steps: int) -> LambdaLR:
     """The rate of every optimizer step; step it once after each."""
-    warmup_steps = max(1, round(config.lr_warmup_ratio * total_steps))
-    return LambdaLR(
-        optimizer,
-        lambda step: lr_factor(
-            step,
-            scheduler=config.lr_scheduler,
-            warmup_steps=warmup_steps,
-            total_steps=total_steps,
-            min_lr_ratio=config.min_lr_ratio,
-        ),
-    )
+    return LambdaLR(optimizer, lambda step: lr_factor(step, config, total_steps))

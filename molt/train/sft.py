@@ -8,16 +8,21 @@ of `default_rng([seed, e])`, and step s takes the next `batch_size` of them (an 
 what is left). So the step number is all that a resume needs.
 """
 
+import json
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from molt.algo.reduce import token_weights
 from molt.batch.balance import micro_batches, partition
@@ -31,7 +36,16 @@ from molt.models.build import build_policy
 from molt.parallel.mesh import all_reduce_sums, init_distributed, resolve_device, single_threaded_on_cpu
 from molt.report.metrics import values
 from molt.report.sinks import RunLog
-from molt.train.checkpoint import export_hf, latest_checkpoint, load_checkpoint, prune, save_checkpoint
+from molt.train.checkpoint import (
+    begin,
+    commit,
+    export_hf,
+    latest_checkpoint,
+    load_checkpoint,
+    prune,
+    temporary,
+    write_part,
+)
 from molt.train.optimizer import build_optimizer, build_scheduler
 from molt.train.step import dummy_batch, optimizer_step
 from molt.types import Metric
@@ -230,3 +244,28 @@ def negative_log_likelihood(model: nn.Module, m: MicroBatch) -> tuple[Tensor, di
     logprobs, entropy = model(m.batch, needed=m.mask)
     metrics = {"train/entropy": Metric(float((entropy * m.mask).sum()), float(m.mask.sum()))}
     return -(m.weights * logprobs).sum(), metrics
+
+
+def save_checkpoint(
+    directory: Path,
+    step: int,
+    model: nn.Module,
+    optimizer: Optimizer,
+    scheduler: LRScheduler,
+    extra: Mapping[str, Any],
+) -> Path:
+    """Both phases of a checkpoint, here owned by rank 0. Every rank calls it; returns the finished directory.
+
+    extra: JSON-able, returned by `load_checkpoint`; rank 0's counts.
+    """
+    tmp, owner = temporary(directory, step), dist.get_rank() == 0
+    if owner:
+        begin(directory, step)
+    dist.barrier()  # default group, every rank: nobody writes before the directory is empty
+    write_part(tmp, model, optimizer, scheduler)
+    dist.barrier()  # default group, every rank: the manifest must see all parts
+    if owner:
+        (tmp / "extra.json").write_text(json.dumps(extra))
+        commit(tmp)
+    dist.barrier()  # default group, every rank: the checkpoint exists when anyone returns
+    return tmp.with_suffix("")

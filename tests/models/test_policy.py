@@ -145,5 +145,7 @@ def test_what_is_not_a_plain_causal_lm_is_refused(mesh, tmp_path, config, messag
 
 
 def test_a_context_beyond_the_model_is_refused(tiny, mesh):
-    with pytest.raises(ConfigError, match=r"data.max_len` \(=4096\) exceeds the 2048 positions"):
+    with pytest.raises(
+        ConfigError, match=r"data.max_len` \(=4096\) is above the model's max_position_embeddings \(=2048\)"
+    ):
         build_policy(ModelConfig(str(tiny)), FsdpConfig(device="cpu"), mesh, CPU, max_len=4096)

@@ -9,7 +9,13 @@ from molt.train.optimizer import build_optimizer, build_scheduler, lr_factor
 
 def factors(scheduler, steps, **settings):
     given = {"warmup_steps": 2, "total_steps": 10, "min_lr_ratio": 0.1} | settings
-    return [lr_factor(step, scheduler=scheduler, **given) for step in steps]
+    total_steps = given["total_steps"]
+    config = OptimizerConfig(
+        lr_scheduler=scheduler,
+        lr_warmup_ratio=given["warmup_steps"] / max(1, total_steps),
+        min_lr_ratio=given["min_lr_ratio"],
+    )
+    return [lr_factor(step, config, total_steps) for step in steps]
 
 
 @pytest.mark.parametrize("scheduler", ["constant", "linear", "cosine", "polynomial", "inverse_sqrt", "wsd"])
