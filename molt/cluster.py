@@ -64,12 +64,7 @@ def start_ray(config: RLConfig) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     logging.getLogger("ray").setLevel(logging.ERROR)
     guard.start(os.getpid())
-    ray.init(
-        include_dashboard=False,
-        configure_logging=False,
-        log_to_driver=True,
-        runtime_env={"env_vars": variables},
-    )
+    ray.init(include_dashboard=False, configure_logging=False, log_to_driver=True, runtime_env={"env_vars": variables})
 
 
 def policy_ranks(config: RLConfig, gpus: int) -> int:
@@ -105,26 +100,14 @@ def engine_settings(config: RLConfig) -> EngineSettings:
         dtype=str(engine_dtype(config)).removeprefix("torch."),
         max_model_len=config.data.max_len,
         device=device.type,
-        tensor_parallel_size=config.vllm.tensor_parallel_size,
-        gpu_memory_utilization=config.vllm.gpu_memory_utilization,
-        enforce_eager=config.vllm.enforce_eager,
-        enable_prefix_caching=config.vllm.enable_prefix_caching,
+        vllm=config.vllm,
         weight_transfer=("shm" if device.type == "cpu" else "nccl") if transfer == "auto" else transfer,
     )
 
 
 def runner_settings(config: RLConfig) -> RunnerSettings:
-    return RunnerSettings(
-        agent_path=str(Path(config.train.agent_path).resolve()),
-        model=config.actor.model_name_or_path,
-        chat_template=config.data.chat_template,
-        apply_chat_template=config.data.apply_chat_template,
-        max_len=config.data.max_len,
-        max_turns=config.rollout.max_turns,
-        timeout_s=config.rollout.timeout_s,
-        max_retries=config.rollout.max_retries,
-        seed=config.train.seed,
-    )
+    agent_path = str(Path(config.train.agent_path).resolve())
+    return RunnerSettings(agent_path, config.actor.model_name_or_path, config.data, config.rollout, config.train.seed)
 
 
 def policy_settings(config: RLConfig, total_optimizer_steps: int) -> PolicySettings:
@@ -132,12 +115,11 @@ def policy_settings(config: RLConfig, total_optimizer_steps: int) -> PolicySetti
         actor=config.actor,
         fsdp=config.fsdp,
         advantage=config.algo.advantage,
+        train=config.train,
         temperature=config.rollout.temperature,
-        max_epochs=config.train.max_epochs,
         max_len=config.data.max_len,
         total_steps=total_optimizer_steps,
         engine_dtype=engine_dtype(config),
-        seed=config.train.seed,
     )
 
 

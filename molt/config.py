@@ -37,12 +37,12 @@ def share(consequence: str, fix: str = "Use a value in (0, 1]") -> Range:
     return Range(lambda value: 0 < value <= 1, consequence, fix)
 
 
-def positive_or_minus_1(consequence: str, fix: str) -> Range:
+def count_or_minus_1(consequence: str, fix: str) -> Range:
     return Range(lambda value: value == -1 or value > 0, consequence, fix)
 
 
 TOP_P = share("it is a share of the probability")
-CADENCE = positive_or_minus_1("no step is a multiple of it", "Use a positive cadence, or -1")
+CADENCE = count_or_minus_1("no step is a multiple of it", "Use a positive cadence, or -1")
 
 
 class Section:
@@ -148,7 +148,7 @@ class CkptConfig(Section, prefix="ckpt."):
     """Resumable checkpoints. Unset: OUTPUT_DIR/checkpoints."""
     save_steps: Annotated[
         int,
-        positive_or_minus_1(
+        count_or_minus_1(
             "no step is a multiple of it, so nothing would ever be saved",
             "Use a positive cadence, or -1 to save only at the end and on SIGTERM",
         ),
@@ -213,8 +213,7 @@ class AdvantageConfig(Section, prefix="algo.advantage."):
     estimator: Literal["reinforce", "reinforce_baseline", "rloo", "grpo", "dr_grpo"] = "reinforce"
     """See docs/algorithms.md."""
     gamma: Annotated[
-        float,
-        share("a discount outside (0, 1] diverges or erases the reward", "Use 1.0 unless you mean to discount"),
+        float, share("a discount outside (0, 1] diverges or erases the reward", "Use 1.0 unless you mean to discount")
     ] = 1.0
     """Discount per generated token (reinforce)."""
     no_whiten: bool = False
@@ -276,9 +275,7 @@ class RolloutConfig(Section, prefix="rollout."):
     """Sampling temperature; the trainer scales its logits by the same."""
     top_p: Annotated[float, TOP_P] = 1.0
     """Nucleus sampling."""
-    top_k: Annotated[
-        int, positive_or_minus_1("no token is left to sample", "Use a positive number, or -1 for all")
-    ] = -1
+    top_k: Annotated[int, count_or_minus_1("no token is left to sample", "Use a positive number, or -1 for all")] = -1
     """Sample from the k likeliest tokens; -1: all."""
     timeout_s: Annotated[float, above_zero("no rollout would finish")] = 1800.0
     """Deadline of one rollout attempt."""

@@ -1,5 +1,17 @@
 """The exception hierarchy, and the one way an error message is built.
 
+    MoltError
+    ├── ConfigError(ValueError)
+    ├── DataError(ValueError)
+    ├── ResourceError(RuntimeError)
+    ├── AgentError(TypeError)
+    ├── EngineError(RuntimeError)
+    ├── PublicationError(RuntimeError)
+    ├── TrainingError(RuntimeError)
+    ├── CheckpointError(RuntimeError)
+    ├── FailureRateError(RuntimeError)
+    └── StalledError(TimeoutError)
+
 Every message has three parts: the value, the consequence, the fix. Only `MoltError`s are shown to a
 user without a traceback.
 """

@@ -110,7 +110,7 @@ async def publish(run: Run) -> dict[str, Metric]:
 
 async def evaluate_now(run: Run) -> None:
     """Evaluate the published version, once; the learner waits, so it is the only one that is measured."""
-    if run.evaluated == run.step:
+    if run.evaluated == run.step or not run.eval_prompts:
         return
     run.evaluated = run.step
     metrics = await evaluate(run.eval_prompts, run.cluster.runners, run.config.rollout, run.config.eval)

@@ -1,6 +1,7 @@
 """What the driver of an RL run writes down: metrics, rollouts, events, checkpoints, the final model."""
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,8 @@ class Records:
 
     def __init__(self, config: RLConfig, log: RunLog, renderer: Renderer):
         self.config, self.log, self.renderer = config, log, renderer
+        self.saved: int | None = None
+        """The step that was saved last."""
 
     def event(self, kind: str, **fields: Any) -> None:
         self.log.event(kind, **fields)
@@ -46,26 +49,29 @@ class Records:
         self.log.step(step, metrics)
         limit = self.config.logger.rollouts_per_step
         rows: list[dict[str, Any]] = []
-        for group, values_ in zip(groups, advantages, strict=True):
+        for group, of_rollouts in zip(groups, advantages, strict=True):
             if 0 <= limit <= len(rows):
                 break
-            rows += _rows(group, values_, await group.samples, step)
+            rows += _rows(group, of_rollouts, await group.samples, step)
         write_rollouts(self.log.run_dir, step, rows[: limit if limit >= 0 else None], self.renderer.tokenizer.decode)
 
-    async def save(self, run: "Run") -> Path:
-        """A complete checkpoint of this moment between two steps; the newest `ckpt.max_num` are kept."""
+    async def save(self, run: "Run") -> None:
+        """A complete checkpoint of this moment between two steps, once; the newest `ckpt.max_num` are kept."""
+        if self.saved == run.step:
+            return
         ledger, finished = run.producer.ledger(), run.producer.finished_groups()
         folder = self.config.ckpt.checkpoints.resolve()
         aside = begin(folder, run.step)
         await run.cluster.policy.save(aside)
         save_buffer(aside, finished, [await group.samples for group in finished])
-        (aside / "loop.json").write_text(json.dumps({"step": run.step, "ledger": ledger}))
+        state = {"step": run.step, "total_steps": run.total_steps, "ledger": ledger}
+        (aside / "loop.json").write_text(json.dumps(state))
         path = commit(aside)
         prune(folder, self.config.ckpt.max_num)
         if self.config.ckpt.save_hf:
             await self.export(run, path / "hf")
+        self.saved = run.step
         self.event("checkpoint", step=run.step, path=str(path), buffered=len(finished))
-        return path
 
     async def restore(self, run: "Run", path: Path) -> None:
         """Continue where `path` was saved."""
@@ -75,7 +81,13 @@ class Records:
         groups, samples = load_buffer(path, lambda epoch, position: stream[stream.index(epoch, position)])
         for group, heavy in zip(groups, samples, strict=True):
             group.samples = own(heavy)
-        run.step = state["step"]
+        if state["total_steps"] != run.total_steps and self.config.actor.lr_scheduler != "constant":
+            print(
+                f"train.max_steps: the {self.config.actor.lr_scheduler} learning rate now ends at step "
+                f"{run.total_steps}, not {state['total_steps']} as before: the rate jumps here.",
+                file=sys.stderr,
+            )
+        run.step = self.saved = state["step"]
         run.producer.restore(state["ledger"], groups, run.step)
 
     async def export(self, run: "Run", path: Path) -> None:

@@ -149,7 +149,7 @@ class RolloutInfo:
     failures: tuple[InfraFailure, ...] = ()
     """Infrastructure failures of the attempts before this one."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """What the agent put into `Result.info` under `metrics`."""
+    """The numbers in `Result.info`."""
 
     @property
     def reward(self) -> float:

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from molt import rules, rules_sft
+from molt import rules, rules_sft, rules_warn
 from molt.algo.advantage import ADVANTAGES
 from molt.cli.args import flags, parse
 from molt.config import RLConfig
@@ -19,7 +19,8 @@ GOOD_RL = (
 )
 GOOD_SFT = "--model.model_name_or_path m --data.dataset d.jsonl"
 CONFIGS = {"rl": (RLConfig, GOOD_RL), "sft": (SftConfig, GOOD_SFT)}
-RULES = {"rl": rules, "sft": rules_sft}
+ERRORS = {"rl": rules.RULES, "sft": rules_sft.RULES}
+WARNINGS = {"rl": rules_warn.WARNINGS, "sft": rules_sft.WARNINGS}
 
 # rule, trainer, flags that break it, values in the message, consequence, a fix
 BROKEN = [
@@ -135,11 +136,18 @@ BROKEN = [
         "--vllm.weight_transfer nccl",
     ),
     *(
-        (rules.warn_uncorrected, "rl", "--algo.advantage.is_correction_level off", ["(=1)", "(=off)"], "fresh", fix)
+        (
+            rules_warn.warn_uncorrected,
+            "rl",
+            "--algo.advantage.is_correction_level off",
+            ["(=1)", "(=off)"],
+            "fresh",
+            fix,
+        )
         for fix in ("--algo.advantage.is_correction_level token", "--train.async_queue_size 0")
     ),
     (
-        rules.warn_more_in_flight_than_open,
+        rules_warn.warn_more_in_flight_than_open,
         "rl",
         "--rollout.vllm_generate_batch_size 25",
         ["(=25)", "(=1)", "(=12)"],
@@ -147,7 +155,7 @@ BROKEN = [
         "--rollout.vllm_generate_batch_size 24",
     ),
     (
-        rules.warn_eval_without_dataset,
+        rules_warn.warn_eval_without_dataset,
         "rl",
         "--eval.steps 5",
         ["(=5)"],
@@ -155,7 +163,7 @@ BROKEN = [
         "--eval.dataset FILE.jsonl",
     ),
     (
-        rules.warn_eval_without_dataset,
+        rules_warn.warn_eval_without_dataset,
         "rl",
         "--eval.eval_at_start",
         [],
@@ -163,7 +171,7 @@ BROKEN = [
         "--eval.dataset FILE.jsonl",
     ),
     (
-        rules.warn_eval_without_dataset,
+        rules_warn.warn_eval_without_dataset,
         "sft",
         "--eval.steps 5",
         ["(=5)"],
@@ -171,7 +179,7 @@ BROKEN = [
         "--eval.dataset FILE.jsonl",
     ),
     (
-        rules.warn_template_unused,
+        rules_warn.warn_template_unused,
         "rl",
         "--data.chat_template t.jinja",
         ["(=t.jinja)"],
@@ -180,7 +188,7 @@ BROKEN = [
     ),
     *(
         (
-            rules.warn_gamma_unused,
+            rules_warn.warn_gamma_unused,
             "rl",
             "--algo.advantage.gamma 0.9 --algo.advantage.estimator grpo",
             ["(=0.9)", "(=grpo)"],
@@ -190,7 +198,7 @@ BROKEN = [
         for fix in ("--algo.advantage.gamma 1", "--algo.advantage.estimator reinforce")
     ),
     (
-        rules.warn_nothing_saved,
+        rules_warn.warn_nothing_saved,
         "rl",
         "--ckpt.disable_final_save --ckpt.save_steps -1",
         ["(=-1)"],
@@ -198,7 +206,7 @@ BROKEN = [
         "--ckpt.save_steps 20",
     ),
     (
-        rules.warn_nothing_saved,
+        rules_warn.warn_nothing_saved,
         "sft",
         "--ckpt.disable_final_save",
         ["(=-1)"],
@@ -224,7 +232,7 @@ def _config(trainer: str, extra: str = ""):
 
 
 def _errors_and_warnings(trainer: str, config) -> tuple[list[str], list[str]]:
-    return rules.broken(RULES[trainer].RULES, config), rules.broken(RULES[trainer].WARNINGS, config)
+    return rules.broken(ERRORS[trainer], config), rules.broken(WARNINGS[trainer], config)
 
 
 @pytest.mark.parametrize("trainer", CONFIGS)
@@ -239,7 +247,7 @@ def test_a_rule_names_values_consequence_and_a_fix_that_works(rule, trainer, bro
     assert message and consequence in message and message.endswith(".")
     for value in values:
         assert value in message
-    assert message in _errors_and_warnings(trainer, config)[rule in RULES[trainer].WARNINGS]
+    assert message in _errors_and_warnings(trainer, config)[rule in WARNINGS[trainer]]
     for flag in fix.split(" --"):
         assert flag.removeprefix("--").split(" ")[0] in message
     if (fix and "FILE" not in fix) or fix.endswith(".jsonl"):
@@ -260,10 +268,10 @@ def test_every_setting_that_a_message_names_exists(trainer):
 def test_every_rule_is_listed_and_broken_here():
     functions = {
         name
-        for name, function in (vars(rules) | vars(rules_sft)).items()
+        for name, function in (vars(rules) | vars(rules_sft) | vars(rules_warn)).items()
         if inspect.isfunction(function) and function.__annotations__.get("return") == rules.Message
     } - {"required"}
-    listed = {rule.__name__ for module in RULES.values() for rule in module.RULES + module.WARNINGS}
+    listed = {rule.__name__ for listed in (ERRORS, WARNINGS) for rules_ in listed.values() for rule in rules_}
     assert functions == listed == {rule.__name__ for rule, *_ in BROKEN}
 
 

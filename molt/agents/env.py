@@ -27,7 +27,7 @@ class Result:
     info: dict[str, Any] = field(default_factory=dict)
     """Anything; its numbers are logged as `rollout/info/<key>`."""
     score: float | None = None
-    """Measures success for evaluation and filtering. Unset: the episode's reward."""
+    """Measures success for evaluation. Unset: the episode's reward."""
     sampling_params: dict[str, Any] | None = None
     """For the next turn: `max_new_tokens`. Temperature and the like would break the importance ratio."""
 

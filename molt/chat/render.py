@@ -6,7 +6,6 @@ user(observation)]`, and the text after ANSWER (the closing of the turn, the ope
 message, the generation prompt) is what follows the generated ids.
 """
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -63,9 +62,13 @@ def _template_text(chat_template: str) -> str:
 
 def load_renderer(model_name_or_path: str, chat_template: str | None, *, apply_chat_template: bool) -> "Renderer":
     """The renderer of a model, with all end tokens that its generation config names."""
-    config = Path(model_name_or_path) / "generation_config.json"
-    ends = json.loads(config.read_text()).get("eos_token_id") if config.is_file() else None
+    from transformers import GenerationConfig
+
     tokenizer = load_tokenizer(model_name_or_path, chat_template)
+    try:
+        ends = GenerationConfig.from_pretrained(model_name_or_path).eos_token_id
+    except OSError:  # a model without one
+        ends = None
     eos_ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
     return Renderer(tokenizer, apply_chat_template=apply_chat_template, eos_ids=eos_ids)
 
@@ -160,7 +163,7 @@ class Renderer:
         try:
             closed, text = self._stand_in("hi", ANSWER), self._stand_in("hi", ANSWER, OBSERVATION)
         except UnusableRow as error:
-            raise self._unfit(f"it does not render user, assistant, user ({error.reason})") from error
+            raise self._unfit(f"it does not render user, assistant, user ({error})") from error
         if closed.count(ANSWER) != 1 or text.count(ANSWER) != 1:
             raise self._unfit("it has no assistant turn that holds the answer as it is, once")
         suffix = text.partition(ANSWER)[2]

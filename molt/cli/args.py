@@ -68,17 +68,12 @@ def _cause(error: BaseException | None) -> ConfigError | None:
     return error
 
 
-def flags(config_class: type) -> dict[str, Any]:
+def flags(config_class: type, prefix: str = "") -> dict[str, Any]:
     """Every flag without its dashes, dotted, and the type of its value."""
-    return {name: hint for name, hint in _walk(config_class, "")}
-
-
-def _walk(config_class: type, prefix: str) -> Iterator[tuple[str, Any]]:
+    found: dict[str, Any] = {}
     for name, hint in typing.get_type_hints(config_class).items():
-        if dataclasses.is_dataclass(hint):
-            yield from _walk(hint, f"{prefix}{name}.")
-        else:
-            yield prefix + name, hint
+        found |= flags(hint, f"{prefix}{name}.") if dataclasses.is_dataclass(hint) else {prefix + name: hint}
+    return found
 
 
 def _check_flags(config_class: type, argv: list[str]) -> None:
@@ -139,54 +134,45 @@ def _from_table(default: Any, table: Any, prefix: str, path: Path) -> Any:
 
 def _typed(value: Any, hint: Any, name: str, path: Path) -> Any:
     """A TOML value as the type of its field; TOML has no null, so None never occurs."""
-    args = typing.get_args(hint)
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
     if types.NoneType in args:
-        (hint,) = (arg for arg in args if arg is not types.NoneType)
-        args = typing.get_args(hint)
-    if typing.get_origin(hint) is Literal:
-        if value in args:
-            return value
-        wanted = "one of " + ", ".join(map(repr, args))
-    elif typing.get_origin(hint) is tuple:
-        if isinstance(value, list) and len(value) == len(args):
-            return tuple(_typed(item, arg, name, path) for item, arg in zip(value, args, strict=True))
-        wanted = f"a list of {len(args)} values"
-    elif hint is Path and isinstance(value, str):
-        return Path(value)
-    elif hint is float and type(value) is int:
-        return float(value)
-    elif type(value) is hint:  # not isinstance: a bool is an int
-        return value
+        return _typed(value, args[0], name, path)
+    if origin is Literal:
+        fits, wanted = value in args, "one of " + ", ".join(map(repr, args))
+    elif origin is tuple:
+        fits, wanted = isinstance(value, list) and len(value) == len(args), f"a list of {len(args)} values"
     else:
-        wanted = TOML_WORDS[hint]
-    raise ConfigError(f"{path}: `{name}` (={value!r}) must be {wanted}.")
+        # Not isinstance: a bool is an int.
+        fits, wanted = type(value) in {float: (float, int), Path: (str,)}.get(hint, (hint,)), TOML_WORDS[hint]
+    if not fits:
+        raise ConfigError(f"{path}: `{name}` (={value!r}) must be {wanted}.")
+    if origin is tuple:
+        return tuple(_typed(item, arg, name, path) for item, arg in zip(value, args, strict=True))
+    return value if origin is Literal else hint(value)
 
 
 def dump(config: Any) -> str:
     """The text of a `config.toml` that `--config` reads back as the same settings."""
-    return "\n".join(_lines(config, "")).lstrip("\n") + "\n"
+    return "\n".join(_lines(dataclasses.asdict(config), "")).lstrip("\n") + "\n"
 
 
-def _lines(config: Any, prefix: str) -> Iterator[str]:
-    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    tables = {name: value for name, value in values.items() if dataclasses.is_dataclass(value)}
-    for name, value in values.items():
-        if value is not None and name not in tables:
+def _lines(table: dict[str, Any], prefix: str) -> Iterator[str]:
+    for name, value in table.items():
+        if value is not None and not isinstance(value, dict):
             yield f"{name} = {_toml(value)}"
-    for name, value in tables.items():
-        yield f"\n[{prefix}{name}]"
-        yield from _lines(value, f"{prefix}{name}.")
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield f"\n[{prefix}{name}]"
+            yield from _lines(value, f"{prefix}{name}.")
 
 
 def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, (int, float)):
-        return repr(value)  # inf and nan are TOML too
-    if isinstance(value, (tuple, list)):
+    if isinstance(value, tuple):
         return f"[{', '.join(map(_toml, value))}]"
-    # A JSON string is a TOML string, except that TOML wants DEL escaped.
-    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, float):
+        return repr(value)  # inf and nan are TOML too
+    # JSON is TOML, except that TOML wants DEL escaped.
+    return json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007f")
 
 
 def run_command(command: Callable[[list[str]], int | None], argv: list[str]) -> int:

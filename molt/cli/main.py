@@ -31,7 +31,7 @@ def check(argv: list[str]) -> int:
         raise ConfigError(f"`molt check` has no {name!r}.{did_you_mean(name, TRAINERS)} Use rl or sft, then the flags.")
     module, config_class = TRAINERS[name]
     config = parse(config_class, flags, prog=f"molt check {name}")
-    checks = import_module("molt.cli.check" if name == "rl" else module).static_checks
+    checks = import_module("molt.cli.advice").all_checks if name == "rl" else import_module(module).static_checks
     found = checks(config)
     show(found)
     return 1 if found.errors else 0
@@ -49,21 +49,24 @@ def report(argv: list[str]) -> int:
     return 0
 
 
-def train(name: str, argv: list[str]) -> int | None:
-    return import_module(TRAINERS[name][0]).main(argv)
+def rl(argv: list[str]) -> int | None:
+    """`molt rl`: the advice, then the trainer, which starts with its own checks."""
+    from molt.cli.advice import advise
+    from molt.cli.check import check_or_raise, show
+
+    show(check_or_raise(parse(RLConfig, argv, prog="molt rl"), advise))
+    return import_module("molt.cli.train_rl_ray").main(argv)
+
+
+def sft(argv: list[str]) -> int | None:
+    return import_module("molt.cli.train_sft").main(argv)
 
 
 def demo(argv: list[str]) -> int | None:
     return import_module("molt.cli.demo").main(argv)
 
 
-COMMANDS = {
-    "demo": demo,
-    "rl": lambda argv: train("rl", argv),
-    "sft": lambda argv: train("sft", argv),
-    "check": check,
-    "report": report,
-}
+COMMANDS = {"demo": demo, "rl": rl, "sft": sft, "check": check, "report": report}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -19,7 +19,7 @@ from molt.cli.args import dump, parse, run_command
 from molt.cli.check import check_or_raise, show
 from molt.config import RLConfig
 from molt.data.prompts import PromptDataset, PromptStream
-from molt.data.rows import UnusableRow, load_rows
+from molt.data.rows import DropReport, UnusableRow, load_rows
 from molt.errors import MoltError
 from molt.loop import Run, evaluate_now, publish, train
 from molt.publish.publication import Publisher
@@ -28,7 +28,7 @@ from molt.report.sinks import RunLog
 from molt.rollout.engine_worker import RolloutEngineWorker, Sampling
 from molt.rollout.evaluate import EPOCH as EVALUATION
 from molt.rollout.producer import Producer
-from molt.train.checkpoint import latest_checkpoint
+from molt.train.checkpoint import checkpoint_step, latest_checkpoint
 from molt.types import Prompt
 
 PROBE_SEQUENCES, PROBE_TOKENS = 16, 32
@@ -62,16 +62,17 @@ def run_rl(config: RLConfig, engine_worker: Any = RolloutEngineWorker) -> None:
 
 async def drive(config: RLConfig, engine_worker: Any = RolloutEngineWorker) -> None:
     """The driver of one run, inside a Ray session."""
-    stream = PromptStream(
-        _dataset(config, config.data.prompt_dataset), seed=config.train.seed, num_episodes=config.train.num_episodes
-    )
+    rows = load_rows(config.data.prompt_dataset, flag="data.prompt_dataset", max_samples=config.data.max_samples)
+    dataset = PromptDataset(rows, config.data)
+    stream = PromptStream(dataset, seed=config.train.seed, num_episodes=config.train.num_episodes)
     total_steps = min(config.train.max_steps or sys.maxsize, math.ceil(len(stream) / config.rollout.batch_size))
     steps_per_batch = math.ceil(config.rollouts_per_batch / config.rollouts_per_step) * config.train.max_epochs
     renderer = load_renderer(
         config.actor.model_name_or_path, config.data.chat_template, apply_chat_template=config.data.apply_chat_template
     )
     checkpoint = latest_checkpoint(config.ckpt.checkpoints) if config.ckpt.load_enable else None
-    resume_step = int(checkpoint.name.removeprefix("step_")) if checkpoint else None
+    # Without a checkpoint, whatever an earlier attempt logged is not of this run's lineage either.
+    resume_step = checkpoint_step(checkpoint) if checkpoint else -1 if config.ckpt.load_enable else None
     with RunLog(config.ckpt.run_dir, config.logger, header(config, total_steps), total_steps, resume_step) as log:
         (config.ckpt.run_dir / "config.toml").write_text(dump(config))
         processes = await cluster.start(config, total_steps * steps_per_batch, engine_worker)
@@ -110,23 +111,27 @@ async def _whole(run: Run) -> None:
         print(f"step {run.step}: nothing is left to train. Raise --train.num_episodes or --train.max_steps to go on.")
     await train(run)
     stopped = run.producer.stopping
-    if run.eval_prompts and not stopped:
+    if not stopped:
         await evaluate_now(run)
-    if not config.ckpt.disable_final_save:
+    if stopped or not config.ckpt.disable_final_save:
         await run.records.save(run)
-        if not stopped:
-            await run.records.export(run, config.ckpt.output_dir.resolve())
-
-
-def _dataset(config: RLConfig, paths: str, flag: str = "data.prompt_dataset") -> PromptDataset:
-    return PromptDataset(load_rows(paths, flag=flag, max_samples=config.data.max_samples), config.data)
+    if not stopped and not config.ckpt.disable_final_save:
+        await run.records.export(run, config.ckpt.output_dir.resolve())
 
 
 def _evaluation_prompts(config: RLConfig) -> list[Prompt]:
     if config.eval.dataset is None:
         return []
-    dataset = _dataset(config, config.eval.dataset, "eval.dataset")
-    return [replace(dataset.prompt(row), epoch=EVALUATION) for row in range(len(dataset))]
+    rows = load_rows(config.eval.dataset, flag="eval.dataset", max_samples=None)
+    dataset, report, prompts = PromptDataset(rows, config.data), DropReport(len(rows)), []
+    for row in range(len(dataset)):
+        try:
+            prompts.append(replace(dataset.prompt(row), epoch=EVALUATION))
+        except UnusableRow as error:
+            report.add(row, error)
+    if report.dropped:
+        print(f"eval.dataset: {report.message()}", file=sys.stderr)
+    return prompts
 
 
 async def _publisher(

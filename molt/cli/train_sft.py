@@ -9,19 +9,11 @@ The first rank checks the settings; the others wait for it in the process group.
 import os
 import sys
 
+from molt.cli.advice import disk, overlap
 from molt.cli.args import dump, parse, run_command
-from molt.cli.check import (
-    LOOK_ROWS,
-    Findings,
-    add_rows,
-    check_model,
-    check_or_raise,
-    check_overlap,
-    check_settings,
-    first_rows,
-    show,
-)
+from molt.cli.check import LOOK_ROWS, Findings, add_rows, check_model, check_or_raise, check_settings, first_rows, show
 from molt.config_sft import SftConfig
+from molt.rules import broken
 from molt.rules_sft import RULES, WARNINGS
 
 
@@ -29,9 +21,11 @@ def static_checks(config: SftConfig) -> Findings:
     """Everything found about an SFT run, errors included; never raises for what is wrong with the settings."""
     from molt.parallel.mesh import resolve_device
 
-    found = check_settings(config, RULES, WARNINGS)
+    found = check_settings(config, RULES)
+    found.add("warning", *broken(WARNINGS, config))
     found.attempt(resolve_device, config.fsdp.device)
     tokenizer = check_model(found, config, config.model, "model", cpu_engine=False)
+    disk(found, config.ckpt, config.model.model_name_or_path)
     if config.data.dataset:
         found.attempt(_check_conversations, found, config, tokenizer)
     return found
@@ -43,7 +37,7 @@ def _check_conversations(found: Findings, config: SftConfig, tokenizer) -> None:
     data = config.data
     rows = first_rows(data.dataset, "data.dataset", data.max_samples)
     if config.eval.dataset:
-        found.attempt(check_overlap, found, rows, config.eval.dataset, data.input_key)
+        found.attempt(overlap, found, rows, config.eval.dataset, data.input_key)
     if tokenizer is not None:
         _, report = build_conversations(first_rows(data.dataset, "data.dataset", len(rows), LOOK_ROWS), data, tokenizer)
         add_rows(found, "conversations", report)

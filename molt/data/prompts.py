@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from molt.config import PromptDataConfig
-from molt.data.rows import DropReport, Rows, UnusableRow, require_column
-from molt.errors import DataError
+from molt.data.rows import Rows, UnusableRow, require_column
 from molt.types import Prompt
 
 Message = dict[str, Any]
@@ -36,12 +35,11 @@ class PromptDataset:
     """Builds the `Prompt` of a row; reads `input_key`, `label_key` and, where present, `data_source`."""
 
     def __init__(self, rows: Rows, config: PromptDataConfig):
-        """Raises DataError if a column is missing or none of the first rows can be used."""
+        """Raises DataError if a column is missing."""
         self.rows, self.config = rows, config
         require_column(rows, config.input_key, "data.input_key")
         if config.label_key is not None:
             require_column(rows, config.label_key, "data.label_key")
-        self._probe()
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -78,21 +76,6 @@ class PromptDataset:
         if not value.strip():
             raise UnusableRow(f"whose `{self.config.input_key}` is empty")
         return value
-
-    def _probe(self) -> None:
-        """A wrong setting makes every row unusable: say so now, not after a pass over the stream."""
-        first = min(8, len(self))
-        report = DropReport(first)
-        for row in range(first):
-            try:
-                self.prompt(row)
-            except UnusableRow as error:
-                report.add(row, error)
-        if report.dropped == first:
-            raise DataError(
-                f"`data.input_key` (={self.config.input_key}): none of the first {first} rows can be used: "
-                f"{report.message()} Or name the column that holds the prompts."
-            )
 
 
 class PromptStream:

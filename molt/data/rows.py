@@ -6,9 +6,9 @@ was. Rows stay raw (lines, Arrow) and are decoded when they are asked for.
 """
 
 import json
-from bisect import bisect_right
-from collections.abc import Callable, Iterable
-from itertools import accumulate, islice
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,6 @@ Row = dict[str, Any]
 class UnusableRow(DataError):
     """One row cannot be used. The argument is the reason, the same text for every row it applies to."""
 
-    @property
-    def reason(self) -> str:
-        return self.args[0]
-
 
 class DropReport:
     """Which rows of a dataset were dropped, by reason. A row that comes back every epoch counts once."""
@@ -33,16 +29,11 @@ class DropReport:
         self._rows: dict[str, dict[int, None]] = {}
 
     def add(self, row: int, error: UnusableRow) -> None:
-        self._rows.setdefault(error.reason, {})[row] = None
+        self._rows.setdefault(str(error), {})[row] = None
 
     @property
     def dropped(self) -> int:
         return sum(len(rows) for rows in self._rows.values())
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Rows dropped by reason."""
-        return {reason: len(rows) for reason, rows in self._rows.items()}
 
     def message(self) -> str:
         """`dropped 3 of 1,000 rows: 2 longer than ... (rows 5, 17), 1 ... (row 8). <fix>`, or ''."""
@@ -58,14 +49,14 @@ def _numbers(rows: dict[int, None]) -> str:
     return f"row{'s' if len(rows) > 1 else ''} {shown}{', ...' if len(rows) > 5 else ''}"
 
 
+@dataclass(frozen=True)
 class _Part:
-    """The rows of one file: `raw[i]` decoded by `decode`."""
+    """The rows of one file: `decode(raw[i])`."""
 
-    def __init__(self, path: Path, raw: Any, columns: list[str], decode: Callable[[Any, int], Row]):
-        self.path, self.raw, self.columns, self.decode = path, raw, columns, decode
-
-    def __len__(self) -> int:
-        return len(self.raw)
+    path: Path
+    raw: Sequence[Any]
+    columns: list[str]
+    decode: Callable[[Any], Row]
 
 
 class Rows:
@@ -73,25 +64,26 @@ class Rows:
 
     def __init__(self, parts: list[_Part]):
         self._parts = parts
-        self._ends = list(accumulate(len(part) for part in parts))
         self.columns = list(dict.fromkeys(column for part in parts for column in part.columns))
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        return sum(len(part.raw) for part in self._parts)
 
     def __getitem__(self, i: int) -> Row:
         part, offset = self._find(i)
-        return part.decode(part.raw, offset)
+        return part.decode(part.raw[offset])
 
     def source(self, i: int) -> str:
         """The stem of the file that row `i` comes from."""
         return self._find(i)[0].path.stem
 
     def _find(self, i: int) -> tuple[_Part, int]:
-        if not 0 <= i < len(self):
-            raise IndexError(i)
-        k = bisect_right(self._ends, i)
-        return self._parts[k], i - (self._ends[k - 1] if k else 0)
+        offset = i
+        for part in self._parts:
+            if 0 <= offset < len(part.raw):
+                return part, offset
+            offset -= len(part.raw)
+        raise IndexError(i)
 
 
 def load_rows(paths: str, *, flag: str, max_samples: int | None = None) -> Rows:
@@ -103,7 +95,7 @@ def load_rows(paths: str, *, flag: str, max_samples: int | None = None) -> Rows:
     parts: list[_Part] = []
     for path in [Path(name.strip()).expanduser() for name in paths.split(",") if name.strip()]:
         _check_path(path, flag)
-        limit = None if max_samples is None else max_samples - sum(len(part) for part in parts)
+        limit = None if max_samples is None else max_samples - sum(len(part.raw) for part in parts)
         parts.append(READERS[path.suffix](path, limit))
     rows = Rows(parts)
     if not len(rows):
@@ -124,7 +116,7 @@ def _check_path(path: Path, flag: str) -> None:
     if path.is_file() and path.suffix in READERS:
         return
     if not path.exists():
-        near = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = [p.name for p in path.parent.glob("*")]
         why = f"no such file, so there is nothing to load.{did_you_mean(path.name, near)}"
     else:
         kind = "a directory" if path.is_dir() else f"a file of unknown kind {path.suffix!r}"
@@ -137,25 +129,22 @@ def _read_json(path: Path, limit: int | None) -> _Part:
     data = path.read_bytes()
     if not data.lstrip().startswith(b"["):
         return _read_jsonl(path, limit)
-    try:
-        rows = json.loads(data)[:limit]
-    except ValueError as error:
-        raise _malformed(path, f"line {getattr(error, 'lineno', 1)}", str(error)) from None
-    return _Part(path, rows, _columns(path, "element", enumerate(rows)), lambda raw, i: raw[i])
+    rows = _parse(path, data)[:limit]
+    return _Part(path, rows, _columns(path, "element", enumerate(rows)), lambda row: row)
 
 
 def _read_jsonl(path: Path, limit: int | None) -> _Part:
     with path.open("rb") as file:
         numbered = list(islice(((n, line) for n, line in enumerate(file, 1) if line.strip()), limit))
-    columns = _columns(path, "line", ((n, _parse(path, n, line)) for n, line in numbered))
-    return _Part(path, [line for _, line in numbered], columns, lambda raw, i: json.loads(raw[i]))
+    columns = _columns(path, "line", ((n, _parse(path, line, n)) for n, line in numbered))
+    return _Part(path, [line for _, line in numbered], columns, json.loads)
 
 
-def _parse(path: Path, number: int, line: bytes) -> Any:
+def _parse(path: Path, data: bytes, line: int | None = None) -> Any:
     try:
-        return json.loads(line)
+        return json.loads(data)
     except ValueError as error:
-        raise _malformed(path, f"line {number}", str(error)) from None
+        raise _malformed(path, f"line {line or getattr(error, 'lineno', 1)}", str(error)) from None
 
 
 def _columns(path: Path, unit: str, rows: Iterable[tuple[int, Any]]) -> list[str]:
@@ -183,11 +172,11 @@ def _read_parquet(path: Path, limit: int | None) -> _Part:
         raise DataError(f"{path}: not a parquet file ({detail}), so no row can be read. Write it again.") from None
     table = table.slice(0, limit)
 
-    def decode(raw: pa.Table, i: int) -> Row:
-        row = raw.slice(i, 1).to_pylist()[0]
-        return {field.name: _plain(row[field.name], field.type) for field in raw.schema}
+    def decode(i: int) -> Row:
+        row = table.slice(i, 1).to_pylist()[0]
+        return {field.name: _plain(row[field.name], field.type) for field in table.schema}
 
-    return _Part(path, table, table.column_names, decode)
+    return _Part(path, range(len(table)), table.column_names, decode)
 
 
 def _plain(value: Any, type_: Any) -> Any:
@@ -203,8 +192,4 @@ def _plain(value: Any, type_: Any) -> Any:
     return value
 
 
-READERS: dict[str, Callable[[Path, int | None], _Part]] = {
-    ".json": _read_json,
-    ".jsonl": _read_jsonl,
-    ".parquet": _read_parquet,
-}
+READERS = {".json": _read_json, ".jsonl": _read_jsonl, ".parquet": _read_parquet}

@@ -17,10 +17,10 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, wi
     """[B, heads, T, D] each; a token sees itself and, with a window, the `window - 1` tokens before it."""
     length = query.shape[2]
     grouped = query.shape[1] != key.shape[1]
-    if window is None or length <= window:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
-    band = torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - window)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=band, scale=scaling, enable_gqa=grouped)
+    band = None
+    if window is not None and length > window:
+        band = torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - window)
+    return F.scaled_dot_product_attention(query, key, value, band, 0.0, band is None, scale=scaling, enable_gqa=grouped)
 
 
 def varlen(
@@ -30,19 +30,16 @@ def varlen(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: object,
+    **others: object,
 ) -> tuple[Tensor, None]:
     """Attention output [B, T, heads, D] for query [B, heads, T, D], key and value [B, kv_heads, T, D].
 
     Raises `NotImplementedError` for score capping and attention sinks, which SDPA cannot express.
     """
-    if softcap is not None or s_aux is not None:
+    if others.get("softcap") is not None or others.get("s_aux") is not None:
         raise NotImplementedError(
             "varlen attention has no score capping and no sinks: use --fsdp.attn_implementation eager"
         )

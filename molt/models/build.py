@@ -22,17 +22,15 @@ from molt.errors import ConfigError, did_you_mean
 from molt.models.forward import PolicyModel
 from molt.parallel.mesh import param_dtype
 
-ATTENTIONS = {
-    "cpu": ("varlen", "sdpa", "eager"),
-    "cuda": ("varlen", "sdpa", "eager", "flash_attention_2", "flash_attention_3"),
-}
+ATTENTIONS = ("varlen", "sdpa", "eager")
+GPU_ATTENTIONS = ("flash_attention_2", "flash_attention_3")
 # Scalings between the last hidden state and the logits that the head does not reproduce.
 LOGIT_SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier")
 
 
 def attention_implementation(config: FsdpConfig, device: torch.device) -> str:
     """The name in transformers' registry. Raises `ConfigError` for one that the device cannot run."""
-    name, known = config.attn_implementation, ATTENTIONS[device.type]
+    name, known = config.attn_implementation, ATTENTIONS + GPU_ATTENTIONS * (device.type == "cuda")
     if name == "auto":
         return "flash_attention_2" if device.type == "cuda" and is_flash_attn_2_available() else "varlen"
     if name not in known:

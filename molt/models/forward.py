@@ -18,10 +18,6 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.causal_lm, self.compute_dtype = causal_lm, compute_dtype
 
-    @property
-    def config(self):
-        return self.causal_lm.config
-
     def forward(self, batch: Batch, *, temperature: float = 1.0, needed: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies, float32 `[B, T]`, entry t for token t; see `heads.token_logprobs`.
 
@@ -53,5 +49,5 @@ class PolicyModel(nn.Module):
             temperature=temperature,
             needed=needed.to(device),
             bias=head.bias,
-            softcap=getattr(self.config, "final_logit_softcapping", None),
+            softcap=getattr(self.causal_lm.config, "final_logit_softcapping", None),
         )

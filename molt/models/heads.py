@@ -42,9 +42,8 @@ class _ChunkedLogProbs(torch.autograd.Function):
     def backward(ctx, grad, _):
         hidden, weight, token_ids, lse = ctx.saved_tensors
         temperature, softcap, chunk = ctx.settings
-        d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        # Summed in float32 whatever the compute dtype: there are many chunks.
-        d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        # The weight's is summed in float32 whatever the compute dtype: there are many chunks.
+        d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
         for i in range(0, len(hidden), chunk):
             rows = slice(i, i + chunk)
             z = _logits(hidden[rows], weight, softcap, temperature)
@@ -54,23 +53,12 @@ class _ChunkedLogProbs(torch.autograd.Function):
             if softcap is not None:
                 d *= 1 - (z * (temperature / softcap)) ** 2  # tanh' = 1 - tanh²
             d = d.div_(temperature).to(hidden.dtype)
-            if d_hidden is not None:
-                torch.mm(d, weight, out=d_hidden[rows])
-            if d_weight is not None and d.dtype == torch.float32:
+            torch.mm(d, weight, out=d_hidden[rows])
+            if d.dtype == torch.float32:
                 d_weight.addmm_(d.t(), hidden[rows])
-            elif d_weight is not None:
+            else:
                 d_weight += d.t() @ hidden[rows]
-        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None, None
-
-
-def _scored(token_ids: Tensor, cu_seqlens: Tensor | None, needed: Tensor | None) -> Tensor:
-    """bool [B, T]: needed, and not the first token of its sequence."""
-    scored = torch.ones_like(token_ids, dtype=torch.bool) if needed is None else needed.clone()
-    if cu_seqlens is None:
-        scored[:, 0] = False
-    else:
-        scored[0, cu_seqlens[:-1].long()] = False
-    return scored
+        return d_hidden, d_weight.to(weight.dtype), None, None, None, None
 
 
 def token_logprobs(
@@ -96,7 +84,9 @@ def token_logprobs(
     """
     if chunk_elements is None:  # large enough to keep the matrix units busy, small against the activations
         chunk_elements = 2**22 if hidden.device.type == "cpu" else 2**26
-    scored = _scored(token_ids, cu_seqlens, needed)
+    scored = torch.ones_like(token_ids, dtype=torch.bool) if needed is None else needed.clone()
+    # The first token of a sequence has no condition.
+    scored[(slice(None), 0) if cu_seqlens is None else (0, cu_seqlens[:-1].long())] = False
     hidden = hidden.flatten(0, 1).index_select(0, scored.flatten().nonzero()[:, 0] - 1)  # THE shift
     if bias is not None:  # rare: one more input that is always 1
         hidden, weight = torch.cat([hidden, hidden.new_ones(len(hidden), 1)], 1), torch.cat([weight, bias[:, None]], 1)

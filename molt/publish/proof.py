@@ -103,10 +103,7 @@ def check_digests(receipts: Sequence[Receipt], workers_per_engine: int) -> None:
 def compare_probe(trainer: Sequence[np.ndarray], engine: Sequence[np.ndarray]) -> dict[str, Metric]:
     """`mismatch/*`: absolute log-prob differences of the probe, per token, float64."""
     gap = np.abs(np.concatenate(trainer).astype(np.float64) - np.concatenate(engine).astype(np.float64))
-    return {
-        "mismatch/abs_max": Metric(float(gap.max())),
-        "mismatch/abs_mean": Metric(float(gap.sum()), len(gap)),
-    }
+    return {"mismatch/abs_max": Metric(float(gap.max())), "mismatch/abs_mean": Metric(float(gap.sum()), len(gap))}
 
 
 def check_probe(metrics: Mapping[str, Metric], *, bound: float, use_max: bool, version: int) -> None:

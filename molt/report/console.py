@@ -23,22 +23,14 @@ COLUMNS = [
 
 def step_line(step: int, total_steps: int | None, metrics: Mapping[str, float]) -> Text:
     """`step 12/300  reward 0.512  loss -0.01  …  3.4 s`; evaluations by name, faults only if there are any."""
-    line = Text(
-        f"step {step}" if total_steps is None else f"step {step:>{len(str(total_steps))}}/{total_steps}", "bold"
-    )
-    for label, name, form in COLUMNS:
-        if name in metrics:
-            _append(line, label, format(metrics[name], form))
-    for name in sorted(metrics):
-        if name.startswith("eval/"):
-            _append(line, name, format(metrics[name], ".3f"), "green")
+    head = f"step {step}" if total_steps is None else f"step {step:>{len(str(total_steps))}}/{total_steps}"
+    parts = [(label, format(metrics[name], form), "cyan") for label, name, form in COLUMNS if name in metrics]
+    parts += [(name, format(metrics[name], ".3f"), "green") for name in sorted(metrics) if name.startswith("eval/")]
     if faults := sum(value for name, value in metrics.items() if name.startswith("faults/")):
-        _append(line, "faults", format(faults, "g"), "red")
+        parts.append(("faults", format(faults, "g"), "red"))
+    line = Text(head, "bold")
+    for label, value, style in parts:
+        line.append(f"  {label} ", "not bold dim").append(value, f"not bold {style}")
     if "timing/step_s" in metrics:
         line.append(f"  {metrics['timing/step_s']:.1f} s", "not bold dim")
     return line
-
-
-def _append(line: Text, label: str, value: str, style: str = "cyan") -> None:
-    line.append(f"  {label} ", "not bold dim")
-    line.append(value, f"not bold {style}")

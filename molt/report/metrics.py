@@ -15,8 +15,7 @@ def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
     merged: dict[str, Metric] = {}
     for part in parts:
         for name, metric in part.items():
-            before = merged.get(name)
-            merged[name] = metric if before is None else _together(name, before, metric)
+            merged[name] = _together(name, merged[name], metric) if name in merged else metric
     return merged
 
 

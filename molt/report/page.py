@@ -15,8 +15,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
+
 from molt.report.charts import Chart, Series, draw, short
-from molt.report.rollouts import read_rollouts, step_of
+from molt.report.rollouts import step_of
 from molt.report.sinks import read_jsonl
 
 CHARTS = (
@@ -167,7 +169,7 @@ def _rollout(row: dict[str, Any]) -> str:
     versions = row["versions"] or []
     body = "".join(
         f'<mark title="sampled by version {version}">{E(_clip(text))}</mark>' if version >= 0 else E(_clip(text))
-        for (version, _), text in zip(groupby(versions), row["runs"] or [], strict=False)
+        for (version, _), text in zip(groupby(versions), row["runs"], strict=True)
     )
     sampled = [version for version in versions if version >= 0]
     oldest, newest = min(sampled, default=-1), max(sampled, default=-1)
@@ -187,8 +189,7 @@ def _rollout(row: dict[str, Any]) -> str:
         if row[name] is not None
     )
     rest = "".join(f"<span>{key} {E(str(value))}</span>" for key, value in facts.items() if value is not None)
-    text = body or E(_clip(row["text"] or ""))
-    return f'<div class="card rollout"><header>{numbers}{rest}</header><pre>{text}</pre></div>'
+    return f'<div class="card rollout"><header>{numbers}{rest}</header><pre>{body}</pre></div>'
 
 
 def _tone(name: str, value: float) -> str:
@@ -200,7 +201,7 @@ def _tone(name: str, value: float) -> str:
 def rollout_cards(run_dir: Path) -> str:
     """Rollouts of the last stored step, from the best to the worst."""
     files = sorted((run_dir / "rollouts").glob("step_*.parquet"))
-    rows = read_rollouts(files[-1]) if files else []
+    rows = pq.read_table(files[-1]).to_pylist() if files else []
     if not rows:
         return ""
     rows.sort(key=lambda row: -(row["reward"] or 0.0))

@@ -48,31 +48,20 @@ def step_of(path: Path) -> int:
     return int(path.stem.removeprefix("step_"))
 
 
-def write_rollouts(
-    run_dir: Path, step: int, rows: list[dict[str, Any]], decode: Callable[[list[int]], str] | None = None
-) -> Path:
-    """Store `rows` (keys: the columns of `SCHEMA`) atomically. With `decode`, `text` and `runs` are filled in.
+def write_rollouts(run_dir: Path, step: int, rows: list[dict[str, Any]], decode: Callable[[list[int]], str]) -> Path:
+    """Store `rows` (keys: the columns of `SCHEMA`) atomically; `text` and `runs` are filled in.
 
     Raises `KeyError` for a column that does not exist, so that a misspelt one is not lost in silence.
     """
+    full = []
     for row in rows:
         if unknown := row.keys() - set(SCHEMA.names):
             raise KeyError(f"rollout columns {sorted(unknown)} do not exist: they would be lost. See rollouts.SCHEMA.")
-    if decode is not None:
-        rows = [_with_text(row, decode) for row in rows]
+        runs = text_runs(row["token_ids"], row["versions"], decode)
+        full.append({**row, "text": decode([int(token) for token in row["token_ids"]]), "runs": runs})
     path = rollouts_path(run_dir, step)
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_suffix(".parquet.new")
-    pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), aside, compression="zstd")
+    pq.write_table(pa.Table.from_pylist(full, schema=SCHEMA), aside, compression="zstd")
     os.replace(aside, path)
     return path
-
-
-def _with_text(row: dict[str, Any], decode: Callable[[list[int]], str]) -> dict[str, Any]:
-    ids = [int(token) for token in row["token_ids"]]
-    return {**row, "text": decode(ids), "runs": text_runs(ids, row["versions"], decode)}
-
-
-def read_rollouts(path: Path) -> list[dict[str, Any]]:
-    """The rows of one stored step."""
-    return pq.read_table(path).to_pylist()

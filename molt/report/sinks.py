@@ -1,15 +1,14 @@
 """Where the numbers of a run go: its directory, the console, TensorBoard.
 
-`metrics.jsonl` and `rollouts/` hold the lineage of the final weights alone: steps that a resume or a
-roll-back abandons move to `abandoned/`. `events.jsonl` keeps everything.
+`metrics.jsonl` and `rollouts/` hold the lineage of the final weights alone: steps that a resume
+abandons move to `abandoned/`. `events.jsonl` keeps everything.
 """
 
 import json
-import math
-import numbers
 import os
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
@@ -24,59 +23,44 @@ from molt.report.rollouts import step_of
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     """The objects of a file; a line torn by a crash is dropped, a missing file is empty."""
-    if not path.exists():
-        return
-    for line in path.read_text(errors="replace").splitlines():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(record, dict):
-            yield record
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+        with suppress(json.JSONDecodeError):
+            yield json.loads(line)
 
 
-def json_line(record: Any) -> str:
+def json_line(record: dict[str, Any]) -> str:
     """One line of valid JSON: non-finite numbers become null, which JSON has no other word for."""
-    return json.dumps(_plain(record), allow_nan=False) + "\n"
+    text = json.dumps(record, default=lambda value: value.item() if hasattr(value, "item") else str(value))
+    return json.dumps(json.loads(text, parse_constant=lambda _: None)) + "\n"
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if value is None or isinstance(value, str | bool):
-        return value
-    if isinstance(value, numbers.Integral):
-        return int(value)
-    if isinstance(value, numbers.Real):
-        return float(value) if math.isfinite(value) else None
-    return str(value)
-
-
-class RunLog:
-    """Owns a run directory. Use as a context manager, or call `close`."""
+class RunLog(ExitStack):
+    """Owns a run directory and what is open in it. Use as a context manager, or call `close`."""
 
     def __init__(
         self, run_dir: Path, logger: LoggerConfig, header: str, total_steps: int | None, resume_step: int | None = None
     ):
+        super().__init__()
         self.run_dir, self.logger, self.total_steps = run_dir, logger, total_steps
         self.lost_points = 0
         """Steps that TensorBoard did not take."""
-        run_dir.mkdir(parents=True, exist_ok=True)
-        self._events = _append_to(run_dir / "events.jsonl")
-        self._metrics: IO[str] | None = None
-        self._tensorboard = _tensorboard(logger.tensorboard_dir, resume_step)
         self._console = Console(soft_wrap=True)
-        self._progress = Progress(console=self._console, transient=True) if self._console.is_terminal else None
         self._console.print(header, markup=False, highlight=False)
-        if resume_step is None:
-            self._metrics = _append_to(run_dir / "metrics.jsonl")
-        else:
-            self.rewind(resume_step)
-        if self._progress is not None:
-            self._task = self._progress.add_task("", total=total_steps, completed=resume_step or 0)
-            self._progress.start()
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._events = self.enter_context(_append_to(run_dir / "events.jsonl"))
+        if resume_step is not None:
+            self.event("resumed", step=resume_step, abandoned_steps=_abandon(run_dir, resume_step))
+        self._metrics = self.enter_context(_append_to(run_dir / "metrics.jsonl"))
+        self._tensorboard = None
+        if logger.tensorboard_dir is not None:
+            from torch.utils.tensorboard import SummaryWriter  # slow, and most runs do without
+
+            purge_step = None if resume_step is None else resume_step + 1
+            self._tensorboard = self.enter_context(SummaryWriter(str(logger.tensorboard_dir), purge_step=purge_step))
+            self.callback(self._report_lost_points)
+        no_terminal = not self._console.is_terminal
+        self._progress = self.enter_context(Progress(console=self._console, transient=True, disable=no_terminal))
+        self._task = self._progress.add_task("", total=total_steps, completed=resume_step or 0)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append the metrics of a step everywhere. A step may come in several parts (its evaluation is later)."""
@@ -87,7 +71,7 @@ class RunLog:
         evaluated = any(name.startswith("eval/") for name in metrics)
         if evaluated or step % self.logger.logging_steps == 0 or step == self.total_steps:
             self._console.print(step_line(step, self.total_steps, metrics), highlight=False)
-        if self._progress is not None and not evaluated:  # an evaluation may end after a later step
+        if not evaluated:  # an evaluation may end after a later step
             self._progress.update(self._task, completed=step)
 
     def _to_tensorboard(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -104,29 +88,9 @@ class RunLog:
         self._events.write(json_line({"time": time.time(), "kind": kind, **fields}))
         self._events.flush()
 
-    def rewind(self, step: int) -> None:
-        """Continue from the weights of `step`: later steps leave the lineage. Safe to kill and repeat."""
-        if self._metrics is not None:
-            self._metrics.close()
-        abandoned = _abandon(self.run_dir, step)
-        self._metrics = _append_to(self.run_dir / "metrics.jsonl")
-        self.event("resumed", step=step, abandoned_steps=abandoned)
-
-    def close(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+    def _report_lost_points(self) -> None:
         if self.lost_points:
             self._console.print(f"TensorBoard lost {self.lost_points} steps; metrics.jsonl has them")
-        self._metrics.close()
-        self._events.close()
-
-    def __enter__(self) -> "RunLog":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _append_to(path: Path) -> IO[str]:
@@ -138,7 +102,7 @@ def _append_to(path: Path) -> IO[str]:
 
 
 def _abandon(run_dir: Path, step: int) -> list[int]:
-    """Move what is later than `step` to `abandoned/<time>/`; the steps moved."""
+    """Move what is later than `step` to `abandoned/<time>/`; the steps moved. Safe to kill and repeat."""
     metrics = run_dir / "metrics.jsonl"
     records = list(read_jsonl(metrics))
     late = [record for record in records if record["step"] > step]
@@ -161,11 +125,3 @@ def _write(path: Path, records: list[dict[str, Any]]) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(aside, path)
-
-
-def _tensorboard(directory: Path | None, resume_step: int | None) -> Any:
-    if directory is None:
-        return None
-    from torch.utils.tensorboard import SummaryWriter  # slow, and most runs do without
-
-    return SummaryWriter(str(directory), purge_step=None if resume_step is None else resume_step + 1)

@@ -6,12 +6,13 @@ these methods (the tests have a fake one). vLLM carries a version as a string; h
 
 import asyncio
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 import ray
 
+from molt.config import VllmConfig
 from molt.errors import EngineError
 from molt.publish.proof import Receipt
 from molt.types import Turn
@@ -29,10 +30,7 @@ class EngineSettings:
     max_model_len: int
     device: str
     """`cpu` or an accelerator; on a CPU the engine is started by fork, without compilation."""
-    tensor_parallel_size: int = 1
-    gpu_memory_utilization: float = 0.9
-    enforce_eager: bool = False
-    enable_prefix_caching: bool = True
+    vllm: VllmConfig = field(default_factory=VllmConfig)
     weight_transfer: str = "shm"
     extension: str = "molt.publish.receive.EngineExtension"
     """Mixed into vLLM's worker; its module registers the transfer back end."""
@@ -196,17 +194,17 @@ def _engine_arguments(settings: EngineSettings):
     if cpu:
         # The CPU default block of 128 tokens keeps short prompts out of the prefix cache.
         extra = {"kv_cache_memory_bytes": CPU_KV_CACHE_BYTES, "block_size": 32}
-        if settings.tensor_parallel_size == 1:
+        if settings.vllm.tensor_parallel_size == 1:
             extra["distributed_executor_backend"] = "uni"
     else:
-        extra = {"gpu_memory_utilization": settings.gpu_memory_utilization}
+        extra = {"gpu_memory_utilization": settings.vllm.gpu_memory_utilization}
     return AsyncEngineArgs(
         model=settings.model,
         dtype=settings.dtype,
         max_model_len=settings.max_model_len,
-        tensor_parallel_size=settings.tensor_parallel_size,
-        enforce_eager=settings.enforce_eager or cpu,
-        enable_prefix_caching=settings.enable_prefix_caching,
+        tensor_parallel_size=settings.vllm.tensor_parallel_size,
+        enforce_eager=settings.vllm.enforce_eager or cpu,
+        enable_prefix_caching=settings.vllm.enable_prefix_caching,
         skip_tokenizer_init=True,
         generation_config="vllm",  # the model's own sampling defaults must not leak into the policy
         logprobs_mode="processed_logprobs",

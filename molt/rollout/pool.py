@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import Container, Sequence
+from typing import Any
 
 import numpy as np
 import ray
@@ -73,18 +74,24 @@ class EngineGroup:
 
     async def commit(self, version: int) -> list[Receipt]:
         """Receipts of all workers, engine by engine."""
-        async with asyncio.timeout(self.timeout_s):
-            receipts = await asyncio.gather(*(engine.commit.remote(version) for engine in self.engines))
+        receipts = await self._all([engine.commit.remote(version) for engine in self.engines])
         return [receipt for per_engine in receipts for receipt in per_engine]
 
     async def score(self, sequences: list[list[int]]) -> list[list[np.ndarray]]:
         """The probe's log-probs, engine by engine."""
-        async with asyncio.timeout(self.timeout_s):
-            return await asyncio.gather(*(engine.score.remote(sequences) for engine in self.engines))
+        return await self._all([engine.score.remote(sequences) for engine in self.engines])
 
     async def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[Turn]:
         """One turn per prompt from the first engine."""
-        async with asyncio.timeout(self.timeout_s):
-            return await asyncio.gather(
-                *(self.engines[0].generate.remote(f"sample-{i}", ids, sampling) for i, ids in enumerate(prompts))
-            )
+        generate = self.engines[0].generate
+        return await self._all([generate.remote(f"sample-{i}", ids, sampling) for i, ids in enumerate(prompts)])
+
+    async def _all(self, calls: list[ray.ObjectRef]) -> list[Any]:
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                return await asyncio.gather(*calls)
+        except (TimeoutError, RayActorError) as error:
+            raise EngineError(
+                f"an engine is dead or did not answer within {self.timeout_s:.0f} s ({error!r}): it cannot be given "
+                "weights, so the run stops. It resumes with --ckpt.load_enable."
+            ) from error

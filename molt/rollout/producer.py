@@ -139,7 +139,7 @@ class Producer:
         self.queue, self.max_staleness = queue, max_staleness
         self.on_event = on_event
         self.version = 0
-        self.stopping = False
+        self.stopping = self.ended = False
         self.position = 0
         self.order = 0
         self.open: dict[str, Group] = {}
@@ -161,26 +161,31 @@ class Producer:
         """
         try:
             async with asyncio.TaskGroup() as tasks:
-                while not self.exhausted:
+                while True:
                     while self._may_start() and (prompt := self._next_prompt()) is not None:
                         group = Group(prompt, self.order, self.version)
                         self.order += 1
                         self.open[prompt.group_id] = group
                         tasks.create_task(self._fill(group))
+                    if self.exhausted:
+                        break
                     await self._change()
             self.failures.check(min_attempts=1)  # a short run that only failed must not end as a success
         except* MoltError as errors:
             self.error = errors.exceptions[0]
-            self._notify()
+        self.ended = True
+        self._notify()
 
     async def batch(self, batch_size: int, *, stalled_after_s: float) -> list[Group]:
         """The groups of the next training batch, oldest start first; fewer when the stream ends, [] at its end.
 
         Raises `StalledError` when nothing finishes for `stalled_after_s`, and what stopped `run`.
         """
-        while not self.stopping and not self.done:
+        while not self.stopping:
             if self.error is not None:
                 raise self.error
+            if self.ended and not self.open:
+                break
             selected = select_batch(
                 list(self.open.values()),
                 version=self.version,

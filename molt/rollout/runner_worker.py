@@ -15,6 +15,7 @@ import ray
 from molt.agents.load import load_runner
 from molt.agents.step_runner import Episode, EpisodeContext
 from molt.chat.render import load_renderer
+from molt.config import PromptDataConfig, RolloutConfig
 from molt.data.rows import UnusableRow
 from molt.rollout.engine_worker import Sampling
 from molt.rollout.pool import EnginePool
@@ -28,12 +29,8 @@ class RunnerSettings:
 
     agent_path: str
     model: str
-    chat_template: str | None
-    apply_chat_template: bool
-    max_len: int
-    max_turns: int | None
-    timeout_s: float
-    max_retries: int
+    data: PromptDataConfig
+    rollout: RolloutConfig
     seed: int
 
 
@@ -65,7 +62,7 @@ class AgentHost:
         self.settings = settings
         self.pool = EnginePool(engines, name)
         self.renderer = load_renderer(
-            settings.model, settings.chat_template, apply_chat_template=settings.apply_chat_template
+            settings.model, settings.data.chat_template, apply_chat_template=settings.data.apply_chat_template
         )
         self.runner = load_runner(settings.agent_path)
 
@@ -78,8 +75,8 @@ class AgentHost:
             length = len(self.renderer.prompt_ids(task.prompt))
         except UnusableRow as error:
             return GroupResult([], unusable=str(error)), []
-        if length >= self.settings.max_len:
-            reason = f"prompt of {length:,} tokens leaves no room in data.max_len (={self.settings.max_len:,})"
+        if length >= self.settings.data.max_len:
+            reason = f"prompt of {length:,} tokens leaves no room in data.max_len (={self.settings.data.max_len:,})"
             return GroupResult([], unusable=reason), []
         done = await asyncio.gather(*(self._rollout(task, index) for index in range(task.n)))
         return GroupResult([info for info, _ in done]), [samples for _, samples in done]
@@ -88,7 +85,7 @@ class AgentHost:
         started = time.monotonic()
         failures: list[InfraFailure] = []
         episode = None
-        while episode is None and len(failures) <= self.settings.max_retries:
+        while episode is None and len(failures) <= self.settings.rollout.max_retries:
             try:
                 episode = await self._attempt(task, index)
             except InfraFailure as failure:
@@ -126,25 +123,25 @@ class AgentHost:
                 stop_token_ids=tuple(self.renderer.eos_ids),
             )
             calls += 1
-            return await self.pool.generate(rollout, prompt_ids, sampling, self.settings.timeout_s)
+            return await self.pool.generate(rollout, prompt_ids, sampling, self.settings.rollout.timeout_s)
 
         context = EpisodeContext(
             prompt=prompt,
             call_model=call_model,
             renderer=self.renderer,
             seed=seed_of(self.settings.seed, prompt.epoch, prompt.position, index, -1),
-            max_len=self.settings.max_len,
+            max_len=self.settings.data.max_len,
             max_new_tokens=task.max_new_tokens,
-            max_turns=self.settings.max_turns,
+            max_turns=self.settings.rollout.max_turns,
         )
         try:
-            async with asyncio.timeout(self.settings.timeout_s) as deadline:
+            async with asyncio.timeout(self.settings.rollout.timeout_s) as deadline:
                 return await self.runner.run(context)
         except InfraFailure:
             raise
         except Exception as error:  # fault boundary: one rollout
             if isinstance(error, TimeoutError) and deadline.expired():  # not a time limit of the agent's own
-                detail = f"no end within rollout.timeout_s (={self.settings.timeout_s:g})"
+                detail = f"no end within rollout.timeout_s (={self.settings.rollout.timeout_s:g})"
                 raise InfraFailure("timeout", detail) from None
             raise InfraFailure(type(error).__name__, _where(error)) from error
         finally:

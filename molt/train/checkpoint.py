@@ -182,8 +182,7 @@ def export_hf(model: nn.Module, tokenizer, path: Path) -> None:
         config = type(causal_lm.config).from_dict(causal_lm.config.to_dict())
         config.dtype, config.use_cache = model.compute_dtype, True
         config.save_pretrained(tmp)
-        if causal_lm.can_generate():
-            causal_lm.generation_config.save_pretrained(tmp)
+        causal_lm.generation_config.save_pretrained(tmp)
         tokenizer.save_pretrained(tmp)
         _move_in(tmp, path)
     dist.barrier()  # default group, every rank: the export exists when anyone returns

@@ -21,7 +21,7 @@ from molt.algo.loss import ppo
 from molt.algo.ratio import log_ratio
 from molt.batch.collate import Batch, collate, gather, scatter
 from molt.batch.plan import RankPlan, SampleTask
-from molt.config import ActorConfig, AdvantageConfig, FsdpConfig
+from molt.config import ActorConfig, AdvantageConfig, FsdpConfig, TrainConfig
 from molt.models.build import build_policy
 from molt.parallel.mesh import all_reduce_sums, init_distributed, resolve_device
 from molt.publish.gather import named_full_tensors
@@ -39,14 +39,13 @@ class PolicySettings:
     actor: ActorConfig
     fsdp: FsdpConfig
     advantage: AdvantageConfig
+    train: TrainConfig
     temperature: float
-    max_epochs: int
     max_len: int
     total_steps: int
     """Optimizer steps of the whole run, for the learning-rate schedule."""
     engine_dtype: torch.dtype
     """Weights are published in this dtype."""
-    seed: int
 
 
 @dataclass
@@ -66,7 +65,7 @@ class Policy:
     """Model, optimizer and schedule of one rank. Every method is collective: all ranks call it."""
 
     def __init__(self, settings: PolicySettings, rank: int, world_size: int, address: str, port: int, local_rank: int):
-        torch.manual_seed(settings.seed)
+        torch.manual_seed(settings.train.seed)
         self.settings = settings
         self.device = resolve_device(settings.fsdp.device, local_rank)
         self.mesh = init_distributed(rank, world_size, address, port, self.device)
@@ -82,9 +81,9 @@ class Policy:
         token_advantages = self._advantages(plan, samples)
         steps = [[self._micro_batch(b, samples, token_advantages) for b in batches] for batches in plan]
         metrics = [_staleness(plan, samples, version)]
-        if len(steps) * self.settings.max_epochs > 1:
+        if len(steps) * self.settings.train.max_epochs > 1:
             self._compute_old_logprobs(steps)
-        for _ in range(self.settings.max_epochs):
+        for _ in range(self.settings.train.max_epochs):
             for micro_batches in steps:
                 metrics.append(
                     optimizer_step(

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import GetTimeoutError, RayTaskError
+from ray.exceptions import RayActorError, RayError
 
 from molt.batch.plan import RankPlan
 from molt.chat.render import load_tokenizer
-from molt.errors import PublicationError
+from molt.errors import PublicationError, StalledError, TrainingError
 from molt.publish.transfer import build_sender
 from molt.report.metrics import merge
 from molt.train.policy import Policy, PolicySettings
@@ -83,7 +83,7 @@ class RayEngineClient:
     def _wait(self, calls: list[ray.ObjectRef]) -> None:
         try:
             ray.get(calls, timeout=self.timeout_s)
-        except (RayTaskError, GetTimeoutError) as error:
+        except RayError as error:
             raise PublicationError(
                 f"an engine did not take the weights within {self.timeout_s:.0f} s: {error}. It holds neither the old "
                 "policy nor the new one, so the run stops; it resumes with --ckpt.load_enable."
@@ -124,5 +124,16 @@ class PolicyRanks:
         await self._all([w.export.remote(model, chat_template, path) for w in self.workers])
 
     async def _all(self, calls: list[ray.ObjectRef]) -> list[Any]:
-        async with asyncio.timeout(self.timeout_s):
-            return await asyncio.gather(*calls)
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                return await asyncio.gather(*calls)
+        except TimeoutError:
+            raise StalledError(
+                f"the policy ranks did not answer within {self.timeout_s:.0f} s: the run cannot go on. Look for a rank "
+                "that waits for another one, then resume with --ckpt.load_enable."
+            ) from None
+        except RayActorError as error:
+            raise TrainingError(
+                f"a policy rank died ({error}): its part of the weights is gone. Free memory if the system killed it, "
+                "then resume with --ckpt.load_enable."
+            ) from error

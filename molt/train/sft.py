@@ -247,12 +247,7 @@ def negative_log_likelihood(model: nn.Module, m: MicroBatch) -> tuple[Tensor, di
 
 
 def save_checkpoint(
-    directory: Path,
-    step: int,
-    model: nn.Module,
-    optimizer: Optimizer,
-    scheduler: LRScheduler,
-    extra: Mapping[str, Any],
+    directory: Path, step: int, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, extra: Mapping[str, Any]
 ) -> Path:
     """Both phases of a checkpoint, here owned by rank 0. Every rank calls it; returns the finished directory.
 

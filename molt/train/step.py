@@ -73,10 +73,7 @@ def optimizer_step(
 
 
 def accumulate(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    micro_batches: Sequence[MicroBatch | None],
-    loss_fn: LossFn,
+    model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: Sequence[MicroBatch | None], loss_fn: LossFn
 ) -> tuple[Tensor, dict[str, Metric]]:
     """Forward and backward of every micro-batch; gradients end in `.grad`, summed over ranks.
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from molt.cli import check
+from molt.cli import advice, check
 from molt.cli.args import parse
 from molt.cli.main import main
 from molt.config import CkptConfig, RLConfig
@@ -92,6 +92,17 @@ def test_a_wrong_input_is_one_error(extra, parts, run, model, capsys):
         assert part in errors[0]
 
 
+@pytest.mark.parametrize("flag", ["data.prompt_dataset", "eval.dataset"])
+def test_a_setting_that_spoils_every_row(flag, run, capsys):
+    rows = [{"input": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}], "label": "1"}] * 3
+    (run / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, lines = _check(capsys, f"--{flag} chats.jsonl")
+    (error,) = (line for line in lines if line.startswith("error "))
+    assert code == 1
+    for part in (f"`{flag}` (=chats.jsonl): no prompt is left", "(rows 0, 1, 2)", "`data.input_key` (=input)"):
+        assert part in error
+
+
 @pytest.mark.parametrize(
     ("extra", "part"),
     [
@@ -168,7 +179,7 @@ def test_sft_names_its_own_flags(run, capsys):
 
 
 def test_disk_space(run, capsys, monkeypatch):
-    monkeypatch.setattr(check.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 2**20}))
+    monkeypatch.setattr(advice.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 2**20}))
     # 100,800 float32 parameters: a checkpoint has 1.2 MB.
     _, lines = _check(capsys)
     assert any(line.startswith("warning  `ckpt.max_num` (=3)") and "0.0 GiB" in line for line in lines)

@@ -128,7 +128,6 @@ def test_dropped_reasoning_drops_the_row_unless_only_the_last_turn_is_trained(bu
     rows = [{"input": THINKING}, {"input": THINKING[:2]}]
     (one,), report = build(rows, tokenizer)
     assert trained(tokenizer, one) == ["<think>\nr1\n</think>\n\nA<|im_end|>"]
-    assert report.counts.keys() == {report.message().split(": 1 ")[1].split(" (row")[0]}
     for part in ("dropped 1 of 2 rows", "drops reasoning", "data.train_on_last_turn_only", "(row 0)"):
         assert part in report.message()
     (one, _), report = build(rows, tokenizer, train_on_last_turn_only=True)

@@ -77,19 +77,11 @@ def test_unusable_rows_say_why(dataset, chat, bad, reason):
     prompts = dataset([GOOD, bad], label_key="label", apply_chat_template=chat)
     with pytest.raises(UnusableRow) as error:
         prompts.prompt(1)
-    assert reason in error.value.reason
+    assert reason in str(error.value)
 
 
 def test_a_null_label_is_a_label(dataset):
     assert dataset([{"input": "x", "label": None}], label_key="label").prompt(0).label is None
-
-
-def test_a_setting_that_spoils_every_row_fails_at_once(dataset):
-    chat = [{"input": [{"role": "user", "content": "x"}]}] * 20
-    with pytest.raises(DataError) as error:
-        dataset(chat)
-    for part in ("`data.input_key` (=input)", "none of the first 8 rows can be used", "data.apply_chat_template"):
-        assert part in str(error.value)
 
 
 def test_missing_columns_are_named(dataset):

@@ -173,7 +173,6 @@ def test_drop_report_counts_rows_once_and_names_the_first():
         report.add(row, UnusableRow("longer than `data.max_len` (=2048)"))
     report.add(8, UnusableRow("without `input`"))
     assert report.dropped == 3
-    assert report.counts == {"longer than `data.max_len` (=2048)": 2, "without `input`": 1}
     assert report.message() == (
         "dropped 3 of 1,000 rows: 2 longer than `data.max_len` (=2048) (rows 5, 17), 1 without `input` (row 8). "
         "Correct these rows or remove them."
@@ -184,4 +183,4 @@ def test_drop_report_counts_rows_once_and_names_the_first():
 
 
 def test_unusable_row_survives_pickling():
-    assert pickle.loads(pickle.dumps(UnusableRow("empty"))).reason == "empty"
+    assert str(pickle.loads(pickle.dumps(UnusableRow("empty")))) == "empty"

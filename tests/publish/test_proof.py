@@ -9,15 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molt.errors import PublicationError
-from molt.publish.proof import (
-    Receipt,
-    check_digests,
-    check_probe,
-    check_transport,
-    checksum,
-    combine,
-    compare_probe,
-)
+from molt.publish.proof import Receipt, check_digests, check_probe, check_transport, checksum, combine, compare_probe
 from molt.types import Metric
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.int64, torch.bool]

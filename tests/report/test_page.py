@@ -82,12 +82,6 @@ def test_an_empty_run_is_a_page_too(tmp_path):
     assert "No metrics yet." in build(tmp_path)
 
 
-def test_rollouts_without_runs_fall_back_to_their_text(tmp_path):
-    write_rollouts(tmp_path, 1, [{**rollout(1.0, "x"), "text": f"plain {EVIL}"}])
-    page = build(tmp_path)
-    assert "plain &lt;script&gt;" in page and "<mark title" not in page
-
-
 def test_the_command_line(rl_run):
     done = subprocess.run([sys.executable, "-m", "molt.report.page", rl_run], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.strip() == str(rl_run / "report.html")

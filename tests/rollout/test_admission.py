@@ -37,11 +37,7 @@ def simulate(durations, discards, train_s, *, batch_size, queue, staleness, in_f
     running, ended, events, trace = 0, not len(durations), [], Trace()
     while True:
         while not ended and may_start(
-            len(waiting) + len(training),
-            running,
-            batch_size=batch_size,
-            queue=queue,
-            generate_batch_size=in_flight,
+            len(waiting) + len(training), running, batch_size=batch_size, queue=queue, generate_batch_size=in_flight
         ):
             if (order := next(stream, None)) is None:
                 ended = True

@@ -32,10 +32,7 @@ def groups():
             rollout("1:5", 0, Scored(0.1, 1.0), heavy[0][0], duration_s=1.5, metrics={"tries": 2.0}),
             rollout("1:5", 1, PolicyFailure(-1.0, "no json"), heavy[0][1], failures=(InfraFailure("engine"),)),
         ],
-        [
-            rollout("1:2", 0, Scored(0.0, 0.0), heavy[1][0]),
-            rollout("1:2", 1, Scored(float("inf"), 0.0), heavy[1][1]),
-        ],
+        [rollout("1:2", 0, Scored(0.0, 0.0), heavy[1][0]), rollout("1:2", 1, Scored(float("inf"), 0.0), heavy[1][1])],
     ]
     return [
         Group(prompt(1, 5), order=8, start_version=3, rollouts=light[0]),

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from molt.config import PromptDataConfig, RolloutConfig
 from molt.errors import EngineError
 from molt.rollout.engine_worker import Sampling
 from molt.rollout.pool import MAX_ATTEMPTS, EnginePool
@@ -92,18 +93,10 @@ def host(model_dir, tmp_path):
     (tmp_path / "agent.py").write_text(AGENT)
 
     def build(*engines, **settings):
-        defaults = {
-            "agent_path": str(tmp_path / "agent.py"),
-            "model": model_dir,
-            "chat_template": None,
-            "apply_chat_template": False,
-            "max_len": 64,
-            "max_turns": None,
-            "timeout_s": 5.0,
-            "max_retries": 2,
-            "seed": 1,
-        }
-        return AgentHost(RunnerSettings(**defaults | settings), engines, "runner0")
+        rollout = RolloutConfig(timeout_s=settings.pop("timeout_s", 5.0), max_retries=settings.pop("max_retries", 2))
+        data = PromptDataConfig(max_len=64, **settings)
+        agent = str(tmp_path / "agent.py")
+        return AgentHost(RunnerSettings(agent, model_dir, data, rollout, seed=1), engines, "runner0")
 
     return build
 

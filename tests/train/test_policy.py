@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from molt.batch.plan import SampleTask
-from molt.config import ActorConfig, AdamConfig, AdvantageConfig, FsdpConfig
+from molt.config import ActorConfig, AdamConfig, AdvantageConfig, FsdpConfig, TrainConfig
 from molt.report import metrics as report
 from molt.train.policy import Policy, PolicySettings
 from molt.types import NOT_GENERATED, Sample
@@ -30,12 +30,11 @@ def settings(path, *, advantage=None, packed=False, lr=1e-3, epochs=1):
         ),
         fsdp=FsdpConfig(device="cpu", packing_samples=packed),
         advantage=advantage or AdvantageConfig(estimator="grpo"),
+        train=TrainConfig(max_epochs=epochs, seed=0),
         temperature=TEMPERATURE,
-        max_epochs=epochs,
         max_len=64,
         total_steps=10,
         engine_dtype=torch.float32,
-        seed=0,
     )
 
 

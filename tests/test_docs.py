@@ -1,0 +1,170 @@
+"""The documents say what is: paths, flags, metrics, test files, links and code examples in them are real."""
+
+import ast
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from molt.agents.load import load_runner
+from molt.algo import advantage
+from molt.cli.args import flags
+from molt.config import RLConfig
+from molt.config_sft import SftConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *DOCS]
+EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
+SETTINGS = flags(RLConfig) | flags(SftConfig)
+SECTIONS = {name.partition(".")[0] for name in SETTINGS if "." in name}
+_spec = importlib.util.spec_from_file_location("count_lines", ROOT / "scripts" / "count_lines.py")
+count_lines = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(count_lines)
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def blocks(page: Path, language: str = "") -> list[str]:
+    """The fenced blocks of a page in one language."""
+    parts = re.split(r"^```(\w*)\n", page.read_text(), flags=re.M)  # text, language, block, "", text, ...
+    return [block for word, block in zip(parts[1::4], parts[2::4], strict=True) if word == language]
+
+
+def tree() -> dict[str, str]:
+    """Every path in the README's tree, and its comment."""
+    (text,) = [block for block in blocks(ROOT / "README.md") if block.startswith("molt/\n")]
+    found, folders = {}, []
+    for line in text.splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2
+        name, _, comment = line.strip().partition("  ")
+        folders = folders[:depth]
+        found["".join(folders) + name] = comment.strip()
+        if name.endswith("/"):
+            folders.append(name)
+    return found
+
+
+def test_the_tree_names_what_exists_and_says_what_it_is():
+    for path, comment in tree().items():
+        assert (ROOT / path).is_dir() if path.endswith("/") else (ROOT / path).is_file(), path
+        assert comment or path in ("molt/", "scripts/"), f"{path}: say what it is"
+
+
+def test_every_file_is_in_the_tree():
+    files = [*(ROOT / "molt").rglob("*.*"), *EXAMPLES, *(ROOT / "scripts").glob("*.*")]
+    # An __init__.py holds its folder's docstring; the folder has a line of its own.
+    files = [path for path in files if path.is_file() and "__pycache__" not in path.parts]
+    missing = {name_of(path) for path in files if path.name != "__init__.py"} - tree().keys()
+    missing |= {f"{name_of(path.parent)}/" for path in files if path.name == "__init__.py"} - tree().keys()
+    assert not missing, f"README.md, the tree: add {sorted(missing)}"
+
+
+def test_the_size_of_the_package():
+    total = sum(count_lines.code_lines(path.read_text()) for path in count_lines.package_modules().values())
+    quoted = re.search(r"all of molt/: ([\d,]+)", (ROOT / "README.md").read_text())
+    assert quoted and quoted[1] == f"{total:,}", f"README.md: write `all of molt/: {total:,}`"
+
+
+@pytest.mark.parametrize(("page", "limit"), [("README.md", 200), ("AGENTS.md", 80), *((name_of(p), 120) for p in DOCS)])
+def test_pages_are_short(page, limit):
+    assert len((ROOT / page).read_text().splitlines()) <= limit
+
+
+@pytest.mark.parametrize("page", [*PAGES, *EXAMPLES], ids=name_of)
+def test_every_flag_and_setting_exists(page):
+    text = page.read_text()
+    switches_off = {re.sub(r"(\w+)$", r"no_\1", name) for name, hint in SETTINGS.items() if hint is bool}
+    named = set(re.findall(r"--([a-z]\w*(?:\.\w+)+)", text))
+    dotted = set(re.findall(r"`([a-z]+(?:\.\w+)+)`", text))
+    settings = {name for name in dotted if name.partition(".")[0] in SECTIONS and not name.endswith(".py")}
+    unknown = (named | settings) - SETTINGS.keys() - switches_off
+    assert not unknown
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_link_path_and_make_target_exists(page):
+    text = page.read_text()
+    for link in re.findall(r"\]\(([^)#]+)\)", text):
+        assert (page.parent / link).exists(), link
+    for path in re.findall(r"`((?:molt|tests|docs|examples|scripts|constraints)/[\w./]*)`", text):
+        assert (ROOT / path).exists(), path
+    for path, folder in re.findall(r"`((\w+)/\w+\.py)`", text):
+        assert not (ROOT / "molt" / folder).is_dir() or (ROOT / "molt" / path).exists(), path
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M)
+    assert set(re.findall(r"`make (\w+)", text)) <= set(targets)
+
+
+def strings(path: Path) -> set[str]:
+    """The string constants of a module; an f-string as its text with `{}` for what is filled in."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    filled = [node.values for node in nodes if isinstance(node, ast.JoinedStr)]
+    pieces = {id(part) for parts in filled for part in parts}
+    texts = {"".join(part.value if isinstance(part, ast.Constant) else "{}" for part in parts) for parts in filled}
+    constants = [node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return texts | {node.value for node in constants if id(node) not in pieces}
+
+
+METRIC = re.compile(r"(train|rollout|eval|mismatch|ratio|staleness|perf|timing|faults)/[\w<>/{}]+")
+READERS = {"page.py", "charts.py", "console.py", "demo.py"}
+"""They show metrics; what they can show need not exist."""
+SOURCES = [path for path in (ROOT / "molt").rglob("*.py") if path.name not in READERS]
+
+
+def documented() -> set[str]:
+    rows = re.finditer(r"^\| `([^`]+)` \|", (ROOT / "docs" / "metrics.md").read_text(), re.M)
+    return {row[1] for row in rows}
+
+
+def test_every_metric_in_the_code_is_documented():
+    emitted = {text for path in SOURCES for text in strings(path) if METRIC.fullmatch(text)}
+    assert len(emitted) > 20
+    # A name that is filled in stands for several rows: timing/{} for every timing/...
+    patterns = {re.escape(text).replace(r"\{\}", r"[\w<>]+") for text in emitted}
+    missing = [pattern for pattern in patterns if not any(re.fullmatch(pattern, name) for name in documented())]
+    assert not missing, f"docs/metrics.md: add {missing}"
+
+
+def test_every_documented_metric_is_in_the_code():
+    everything = set().union(*(strings(path) for path in SOURCES))
+    for name in documented():
+        # The last part is a string of its own where the name is put together: `wait_s`, `pass{}`, `timeout`.
+        generic = re.sub(r"<\w+>", "{}", name)
+        assert {generic, generic.rpartition("/")[2]} & everything, f"docs/metrics.md: nothing emits {name}"
+
+
+AGENT_EXAMPLES = [
+    pytest.param(block, id=f"{name_of(page)}-{i}")
+    for page in (ROOT / "README.md", ROOT / "docs" / "agents.md")
+    for i, block in enumerate(blocks(page, "python"))
+    if "AgentRunner" in block
+]
+
+
+@pytest.mark.parametrize("source", AGENT_EXAMPLES)
+def test_agents_in_the_documents_can_be_loaded(source, tmp_path):
+    (tmp_path / "agent.py").write_text(source)
+    load_runner(str(tmp_path / "agent.py"))
+
+
+def test_the_estimator_in_the_documents_runs():
+    (source,) = blocks(ROOT / "docs" / "algorithms.md", "python")
+    names = {**vars(advantage), "ADVANTAGES": dict(advantage.ADVANTAGES)}
+    exec(source, names)
+    torch = names["torch"]
+    rewards, groups = torch.tensor([1.0, 0.25, 0.0, 0.5], dtype=torch.float64), torch.tensor([7, 7, 3, 3])
+    assert names["ADVANTAGES"]["best_of_group"].fn(rewards, groups).tolist() == [0.0, -0.75, -0.5, 0.0]
+
+
+def test_estimators_in_the_documents_are_those_of_the_code():
+    text = (ROOT / "docs" / "algorithms.md").read_text()
+    table = re.findall(r"^\| `(\w+)`[^|]*\| [^|]+ \| (group|token) \| (yes|no) \|$", text, re.M)
+    code = {(name, e.level, "yes" if e.whiten else "no") for name, e in advantage.ADVANTAGES.items()}
+    assert set(table) == code
+
+
+def test_assistants_are_pointed_to_the_same_page():
+    assert "AGENTS.md" in (ROOT / "CLAUDE.md").read_text()
