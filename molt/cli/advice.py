@@ -1,4 +1,7 @@
-"""What `molt check`, `molt rl` and `molt sft` say on top of what is wrong: doubtful settings, disk, leaks, resources."""
+"""What `molt check`, `molt rl` and `molt sft` say on top of what is wrong.
+
+Doubtful settings, disk space, prompts that are trained and evaluated, processes against cores or GPUs.
+"""
 
 import json
 import os

@@ -84,3 +84,19 @@ def test_the_other_ranks_of_torchrun_leave_the_checks_to_the_first(run, monkeypa
     monkeypatch.setenv("RANK", "1")
     assert main(["sft", *["--model.model_name_or_path", "model", "--data.dataset", "nowhere.jsonl"]]) == 0
     assert len(trained) == 1 and not (run / "ckpt").exists()
+
+
+def test_rl_gives_its_advice_and_then_trains(run, monkeypatch, capsys):
+    trained = []
+    monkeypatch.setattr("molt.cli.train_rl_ray.main", trained.append)
+    flags = ["--fsdp.device", "cpu", "--ckpt.disable_final_save", "--ckpt.save_steps", "-1"]
+    assert main(["rl", *flags]) == 0
+    assert trained == [flags] and "warning  `ckpt.disable_final_save` (=True)" in capsys.readouterr().out
+
+
+def test_rl_refuses_more_gpus_than_a_node_has(run, monkeypatch, capsys):
+    trained = []
+    monkeypatch.setattr("molt.cli.train_rl_ray.main", trained.append)
+    monkeypatch.setattr("molt.parallel.mesh.device_count", lambda: 4)
+    assert main(["rl", "--actor.num_gpus_per_node", "8"]) == 1
+    assert not trained and "no node could hold them" in capsys.readouterr().err
