@@ -33,7 +33,6 @@ CALL_TIMEOUT_S = 3600.0
 THIRD_PARTY_ENV = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "TQDM_DISABLE": "1",
     "PYTHONWARNINGS": "ignore",
     "TOKENIZERS_PARALLELISM": "false",
@@ -42,6 +41,7 @@ CPU_ENV = {
     # One thread per process: two on busy cores are slower. nobind: vLLM would pin every engine to core 0.
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "TORCHDYNAMO_DISABLE": "1",
 }
 

@@ -1,8 +1,7 @@
 """Rules across the settings of SFT; see `rules.py`."""
 
 from molt.config_sft import SftConfig
-from molt.rules import Message, Rule, message, required
-from molt.rules_warn import warn_eval_without_dataset, warn_nothing_saved
+from molt.rules import Message, Rule, message, required, warn_eval_without_dataset, warn_nothing_saved
 
 
 def sft_needs_a_model(c: SftConfig) -> Message:

@@ -15,7 +15,7 @@ count_lines = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(count_lines)
 
 LAYERS = [
-    {"types", "config", "config_sft", "rules", "rules_sft", "rules_warn", "errors"},
+    {"types", "config", "config_sft", "rules", "rules_sft", "errors"},
     {"algo", "batch"},
     {"agents", "chat", "data", "models", "parallel", "publish", "report"},
     {"rollout", "train"},
@@ -24,7 +24,7 @@ LAYERS = [
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 NAMES_CUDA = {"molt/models/build.py", "molt/publish/transfer.py", "molt/parallel/mesh.py", "molt/config.py"}
 NOT_IN_RL_PATH = re.compile(
-    r"molt/(report/(page|charts|viewer\w*)|cli/(demo\w*|train_sft|main|advice)|train/sft\w*|config_sft|rules_sft|rules_warn)\.py"
+    r"molt/(report/(page|charts|viewer\w*)|cli/(demo\w*|train_sft|main|advice)|train/sft\w*|config_sft|rules_sft)\.py"
 )
 
 MODULES = count_lines.package_modules()

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from molt import rules, rules_sft, rules_warn
+from molt import rules, rules_sft
 from molt.algo.advantage import ADVANTAGES
 from molt.cli.args import flags, parse
 from molt.config import RLConfig
@@ -20,7 +20,7 @@ GOOD_RL = (
 GOOD_SFT = "--model.model_name_or_path m --data.dataset d.jsonl"
 CONFIGS = {"rl": (RLConfig, GOOD_RL), "sft": (SftConfig, GOOD_SFT)}
 ERRORS = {"rl": rules.RULES, "sft": rules_sft.RULES}
-WARNINGS = {"rl": rules_warn.WARNINGS, "sft": rules_sft.WARNINGS}
+WARNINGS = {"rl": rules.WARNINGS, "sft": rules_sft.WARNINGS}
 
 # rule, trainer, flags that break it, values in the message, consequence, a fix
 BROKEN = [
@@ -136,18 +136,11 @@ BROKEN = [
         "--vllm.weight_transfer nccl",
     ),
     *(
-        (
-            rules_warn.warn_uncorrected,
-            "rl",
-            "--algo.advantage.is_correction_level off",
-            ["(=1)", "(=off)"],
-            "fresh",
-            fix,
-        )
+        (rules.warn_uncorrected, "rl", "--algo.advantage.is_correction_level off", ["(=1)", "(=off)"], "fresh", fix)
         for fix in ("--algo.advantage.is_correction_level token", "--train.async_queue_size 0")
     ),
     (
-        rules_warn.warn_more_in_flight_than_open,
+        rules.warn_more_in_flight_than_open,
         "rl",
         "--rollout.vllm_generate_batch_size 25",
         ["(=25)", "(=1)", "(=12)"],
@@ -155,7 +148,7 @@ BROKEN = [
         "--rollout.vllm_generate_batch_size 24",
     ),
     (
-        rules_warn.warn_eval_without_dataset,
+        rules.warn_eval_without_dataset,
         "rl",
         "--eval.steps 5",
         ["(=5)"],
@@ -163,7 +156,7 @@ BROKEN = [
         "--eval.dataset FILE.jsonl",
     ),
     (
-        rules_warn.warn_eval_without_dataset,
+        rules.warn_eval_without_dataset,
         "rl",
         "--eval.eval_at_start",
         [],
@@ -171,7 +164,7 @@ BROKEN = [
         "--eval.dataset FILE.jsonl",
     ),
     (
-        rules_warn.warn_eval_without_dataset,
+        rules.warn_eval_without_dataset,
         "sft",
         "--eval.steps 5",
         ["(=5)"],
@@ -179,7 +172,7 @@ BROKEN = [
         "--eval.dataset FILE.jsonl",
     ),
     (
-        rules_warn.warn_template_unused,
+        rules.warn_template_unused,
         "rl",
         "--data.chat_template t.jinja",
         ["(=t.jinja)"],
@@ -188,7 +181,7 @@ BROKEN = [
     ),
     *(
         (
-            rules_warn.warn_gamma_unused,
+            rules.warn_gamma_unused,
             "rl",
             "--algo.advantage.gamma 0.9 --algo.advantage.estimator grpo",
             ["(=0.9)", "(=grpo)"],
@@ -198,7 +191,7 @@ BROKEN = [
         for fix in ("--algo.advantage.gamma 1", "--algo.advantage.estimator reinforce")
     ),
     (
-        rules_warn.warn_nothing_saved,
+        rules.warn_nothing_saved,
         "rl",
         "--ckpt.disable_final_save --ckpt.save_steps -1",
         ["(=-1)"],
@@ -206,7 +199,7 @@ BROKEN = [
         "--ckpt.save_steps 20",
     ),
     (
-        rules_warn.warn_nothing_saved,
+        rules.warn_nothing_saved,
         "sft",
         "--ckpt.disable_final_save",
         ["(=-1)"],
@@ -268,7 +261,7 @@ def test_every_setting_that_a_message_names_exists(trainer):
 def test_every_rule_is_listed_and_broken_here():
     functions = {
         name
-        for name, function in (vars(rules) | vars(rules_sft) | vars(rules_warn)).items()
+        for name, function in (vars(rules) | vars(rules_sft)).items()
         if inspect.isfunction(function) and function.__annotations__.get("return") == rules.Message
     } - {"required"}
     listed = {rule.__name__ for listed in (ERRORS, WARNINGS) for rules_ in listed.values() for rule in rules_}

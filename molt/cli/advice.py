@@ -1,6 +1,6 @@
-"""What `molt check`, `molt rl` and `molt sft` say on top of what is wrong.
+"""What `molt check` and `molt rl` say on top of what is wrong.
 
-Doubtful settings, disk space, prompts that are trained and evaluated, processes against cores or GPUs.
+Disk space, prompts that are trained and evaluated, processes against cores or GPUs.
 """
 
 import json
@@ -14,8 +14,6 @@ from molt.config import CkptConfig, RLConfig
 from molt.data.rows import Rows
 from molt.errors import MoltError
 from molt.parallel import mesh
-from molt.rules import broken
-from molt.rules_warn import WARNINGS
 
 CHECKPOINT_BYTES = 12
 """Per parameter: a float32 master and two moments."""
@@ -31,7 +29,6 @@ def all_checks(config: RLConfig) -> Findings:
 def advise(config: RLConfig) -> Findings:
     """What `static_checks` has not said; what it has refused is passed over."""
     found = Findings()
-    found.add("warning", *broken(WARNINGS, config))
     disk(found, config.ckpt, config.actor.model_name_or_path)
     with suppress(MoltError):
         if config.data.prompt_dataset and config.eval.dataset:

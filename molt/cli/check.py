@@ -1,6 +1,6 @@
 """What is wrong with a run, before a model is loaded.
 
-Both trainers start with it; `molt check`, `molt rl` and `molt sft` add `advice.py`. Takes seconds: no
+Both trainers start with it; `molt check` and `molt rl` add `advice.py`. Takes seconds: no
 engine, no Ray, no weights.
 """
 
@@ -18,7 +18,7 @@ from molt.config import CkptConfig, ModelConfig, PromptDataConfig, RLConfig
 from molt.data.prompts import PromptDataset
 from molt.data.rows import DropReport, Rows, UnusableRow, load_rows
 from molt.errors import CheckpointError, ConfigError, DataError, MoltError
-from molt.rules import RULES, Rule, broken
+from molt.rules import RULES, WARNINGS, Rule, broken
 
 Level = Literal["error", "warning", "ok"]
 COLOURS = {"error": "bold red", "warning": "yellow", "ok": "green"}
@@ -52,7 +52,7 @@ def static_checks(config: RLConfig) -> Findings:
     """Everything found about an RL run, errors included; never raises for what is wrong with the settings."""
     from molt.parallel.mesh import resolve_device
 
-    found = check_settings(config, RULES)
+    found = check_settings(config, RULES, WARNINGS)
     device = found.attempt(resolve_device, config.fsdp.device)
     on_cpu = device is not None and device.type == "cpu"
     tokenizer = check_model(found, config, config.actor, "actor", cpu_engine=on_cpu)
@@ -72,12 +72,13 @@ def check_or_raise(config: Any, checks: Callable[[Any], Findings] = static_check
     return found
 
 
-def check_settings(config: Any, rules: list[Rule]) -> Findings:
+def check_settings(config: Any, rules: list[Rule], warnings: list[Rule]) -> Findings:
     """The rules and the output directory."""
     found = Findings()
     found.add("error", *broken(rules, config))
     if not found:
         found.add("ok", "settings: all rules hold")
+    found.add("warning", *broken(warnings, config))
     found.attempt(check_output_dir, config.ckpt)
     return found
 

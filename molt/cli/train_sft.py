@@ -13,7 +13,6 @@ from molt.cli.advice import disk, overlap
 from molt.cli.args import dump, parse, run_command
 from molt.cli.check import LOOK_ROWS, Findings, add_rows, check_model, check_or_raise, check_settings, first_rows, show
 from molt.config_sft import SftConfig
-from molt.rules import broken
 from molt.rules_sft import RULES, WARNINGS
 
 
@@ -21,8 +20,7 @@ def static_checks(config: SftConfig) -> Findings:
     """Everything found about an SFT run, errors included; never raises for what is wrong with the settings."""
     from molt.parallel.mesh import resolve_device
 
-    found = check_settings(config, RULES)
-    found.add("warning", *broken(WARNINGS, config))
+    found = check_settings(config, RULES, WARNINGS)
     found.attempt(resolve_device, config.fsdp.device)
     tokenizer = check_model(found, config, config.model, "model", cpu_engine=False)
     disk(found, config.ckpt, config.model.model_name_or_path)
