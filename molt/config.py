@@ -7,6 +7,7 @@ construction; a value that depends on others is a property. Rules across setting
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
@@ -39,6 +40,11 @@ def share(consequence: str, fix: str = "Use a value in (0, 1]") -> Range:
 
 def count_or_minus_1(consequence: str, fix: str) -> Range:
     return Range(lambda value: value == -1 or value > 0, consequence, fix)
+
+
+def ascending(low: float, consequence: str, fix: str) -> Range:
+    """A pair LOW HIGH with `low <= LOW < HIGH`."""
+    return Range(lambda pair: low <= pair[0] < pair[1], consequence, fix)
 
 
 TOP_P = share("it is a share of the probability")
@@ -224,11 +230,7 @@ class AdvantageConfig(Section, prefix="algo.advantage."):
     """mask: outside the band drops out; clip: clamped to the band; trunc: only the upper bound."""
     is_correction_threshold: Annotated[
         tuple[float, float],
-        Range(
-            lambda band: 0 <= band[0] < band[1],
-            "the band is empty and would filter every token",
-            "Use 0 <= LOW < HIGH, such as 0.5 5.0",
-        ),
+        ascending(0, "the band is empty and would filter every token", "Use 0 <= LOW < HIGH, such as 0.5 5.0"),
     ] = (0.5, 5.0)
     """The band LOW HIGH of the importance ratio."""
 
@@ -246,11 +248,7 @@ class RewardConfig(Section, prefix="reward."):
 
     clip_range: Annotated[
         tuple[float, float],
-        Range(
-            lambda clip: clip[0] < clip[1],
-            "every reward would become the same number",
-            "Use LOW HIGH with LOW < HIGH, such as -10 10",
-        ),
+        ascending(-inf, "every reward would become the same number", "Use LOW HIGH with LOW < HIGH, such as -10 10"),
     ] = (-10.0, 10.0)
     """Rewards are clipped to this range before advantages are computed."""
 

@@ -38,7 +38,7 @@ class Records:
         self,
         step: int,
         groups: list[Group],
-        advantages: list[list[float]],
+        advantages: list[list[float | None]],
         parts: list[dict[str, Metric]],
         producer: Producer,
     ) -> None:
@@ -113,7 +113,7 @@ def _rollout_metrics(group: Group) -> dict[str, Metric]:
     return merge([metrics, *info])
 
 
-def _rows(group: Group, advantages: list[float], samples: list[list[Sample]], step: int) -> list[dict[str, Any]]:
+def _rows(group: Group, advantages: list[float | None], samples: list[list[Sample]], step: int) -> list[dict[str, Any]]:
     rows = []
     for rollout, advantage, segments in zip(group.rollouts, advantages, samples, strict=True):
         for index, sample in enumerate(segments):

@@ -26,8 +26,8 @@ class SampleTask:
     segment: int
     reward: float
     """Shaped; what a token estimator reads."""
-    advantage: float
-    """Of the rollout, from a group estimator; 0 for a token estimator."""
+    advantage: float | None
+    """Of the rollout, from a group estimator, before whitening; None for a token estimator."""
     weight: float
     """Weight of each trained token in the loss of its optimizer step."""
 
@@ -37,10 +37,10 @@ RankPlan = list[list[list[SampleTask]]]
 
 
 def advantages(groups: Sequence[Sequence[RolloutInfo]], estimator: Estimator, clip_range: tuple[float, float]):
-    """`(shaped rewards, group advantages)`, one list per group; advantages are 0 for a token estimator."""
+    """`(shaped rewards, group advantages)`, one list per group; advantages are None for a token estimator."""
     shaped = [[shape_reward(r.reward, clip_range=clip_range) for r in rollouts] for rollouts in groups]
     if estimator.level == "token":
-        return shaped, [[0.0] * len(rewards) for rewards in shaped]
+        return shaped, [[None] * len(rewards) for rewards in shaped]
     flat = torch.tensor([reward for rewards in shaped for reward in rewards], dtype=torch.float64)
     labels = torch.tensor([index for index, rewards in enumerate(shaped) for _ in rewards])
     values = iter(estimator.fn(flat, labels).tolist())
@@ -51,7 +51,7 @@ def plan_batch(
     groups: Sequence[Sequence[RolloutInfo]],
     *,
     rewards: Sequence[Sequence[float]],
-    group_advantages: Sequence[Sequence[float]],
+    group_advantages: Sequence[Sequence[float | None]],
     groups_per_step: int,
     micro_batch_size: int,
     ranks: int,

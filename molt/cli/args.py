@@ -29,15 +29,7 @@ TOML_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: 
 
 
 def parse(config_class: type[Config], argv: list[str], *, prog: str) -> Config:
-    """The settings that `argv` asks for. Prints one message and exits with 2 when they are wrong."""
-    try:
-        return _parse(config_class, argv, prog)
-    except ConfigError as error:
-        print(f"{prog}: error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-
-
-def _parse(config_class: type[Config], argv: list[str], prog: str) -> Config:
+    """The settings that `argv` asks for. Raises `ConfigError`; what tyro refuses it prints, and exits with 2."""
     # tyro has no `--config`, so it is taken out first; abbreviations would shadow `--ckpt.*` and friends.
     outer = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False, usage=f"{prog} [OPTIONS]")
     outer.add_argument("--config", type=Path)

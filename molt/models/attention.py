@@ -6,6 +6,8 @@ right padding needs: no real token looks to its right. On CUDA, `flash_attention
 keyword arguments, so `forward` makes one call for both (that half was not run here).
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -24,31 +26,24 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, wi
 
 
 def varlen(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    **others: object,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings: Any
 ) -> tuple[Tensor, None]:
     """Attention output [B, T, heads, D] for query [B, heads, T, D], key and value [B, kv_heads, T, D].
 
+    settings: of transformers' interface; read are `scaling` (float), `sliding_window` (int) and `cu_seq_lens_q`.
     Raises `NotImplementedError` for score capping and attention sinks, which SDPA cannot express.
     """
-    if others.get("softcap") is not None or others.get("s_aux") is not None:
+    scaling, window, cu_seq_lens = (settings.get(name) for name in ("scaling", "sliding_window", "cu_seq_lens_q"))
+    if settings.get("softcap") is not None or settings.get("s_aux") is not None:
         raise NotImplementedError(
             "varlen attention has no score capping and no sinks: use --fsdp.attn_implementation eager"
         )
-    if cu_seq_lens_q is None:
-        out = _causal(query, key, value, scaling, sliding_window)
+    if cu_seq_lens is None:
+        out = _causal(query, key, value, scaling, window)
     else:
-        lengths = cu_seq_lens_q.diff().tolist()
+        lengths = cu_seq_lens.diff().tolist()
         segments = zip(*(tensor.split(lengths, 2) for tensor in (query, key, value)), strict=True)
-        out = torch.cat([_causal(*segment, scaling, sliding_window) for segment in segments], 2)
+        out = torch.cat([_causal(*segment, scaling, window) for segment in segments], 2)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -19,7 +19,7 @@ SCHEMA = pa.schema(
         ("segment", pa.int32()),  # index in the rollout; 0 unless its history was rewritten or branched
         ("reward", pa.float32()),  # as the agent returned it, before clipping and shaping
         ("score", pa.float32()),  # what evaluation counts
-        ("advantage", pa.float32()),  # what the loss used (its mean over tokens, if per token)
+        ("advantage", pa.float32()),  # of the rollout, before whitening; null for a token estimator
         ("outcome", pa.string()),  # `scored` or `policy_failure`
         ("truncated", pa.bool_()),  # ran out of context, tokens or turns
         ("version_trained", pa.int32()),  # weights that were trained on it; minus `versions`: staleness

@@ -18,7 +18,6 @@ import os
 import shutil
 import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,7 +36,7 @@ SHARD_BYTES = 5 * 2**30
 
 def temporary(directory: Path, step: int) -> Path:
     """Where the parts of a checkpoint are collected until `commit`."""
-    return Path(directory) / f"step_{step:06d}.tmp"
+    return directory / f"step_{step:06d}.tmp"
 
 
 def begin(directory: Path, step: int) -> Path:
@@ -63,7 +62,6 @@ def commit(tmp: Path) -> Path:
 
     Returns the checkpoint; an older one of the same step is replaced.
     """
-    tmp = Path(tmp)
     files = sorted(path for path in tmp.rglob("*") if path.is_file() and path.name != MANIFEST)
     manifest = {"files": {path.relative_to(tmp).as_posix(): path.stat().st_size for path in files}}
     for path in [*files, *(path for path in tmp.rglob("*") if path.is_dir())]:
@@ -106,7 +104,7 @@ def _defect(path: Path) -> str | None:
 
 def _candidates(directory: Path) -> list[Path]:
     """Finished directories, newest first; `.tmp` ones are not among them."""
-    found = [path for path in Path(directory).glob("step_*") if path.suffix == "" and path.is_dir()]
+    found = [path for path in directory.glob("step_*") if path.suffix == "" and path.is_dir()]
     return sorted(found, key=checkpoint_step, reverse=True)
 
 
@@ -127,13 +125,12 @@ def prune(directory: Path, max_num: int) -> None:
         shutil.rmtree(path)
 
 
-def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler) -> dict[str, Any]:
-    """Restore everything in place and return `extra` ({} when the owner wrote none). Every rank calls it.
+def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler) -> None:
+    """Restore everything in place. Every rank calls it.
 
     The number of ranks may differ from the one that saved. Raises `CheckpointError` when the checkpoint is torn or
     belongs to another model.
     """
-    path = Path(path)
     if defect := _defect(path):
         raise CheckpointError(f"checkpoint {path} is torn: {defect}. Remove it to resume from the one before.")
     try:
@@ -150,8 +147,6 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer, schedule
     random_state = path / f"rng_{dist.get_rank():05d}.pt"
     if random_state.exists():  # a rank that did not exist then keeps its fresh one
         torch.set_rng_state(torch.load(random_state, weights_only=True))
-    extra = path / "extra.json"
-    return json.loads(extra.read_text()) if extra.exists() else {}
 
 
 def _tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -171,7 +166,6 @@ def export_hf(model: nn.Module, tokenizer, path: Path) -> None:
     Every rank calls it; rank 0 writes. Files are written aside and moved in; `config.json` leaves first and comes
     last, so a directory that loads is whole.
     """
-    path = Path(path)
     tmp, writer = path / ".export.tmp", dist.get_rank() == 0
     if writer:
         shutil.rmtree(tmp, ignore_errors=True)

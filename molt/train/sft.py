@@ -221,7 +221,8 @@ class SftRun:
         path = latest_checkpoint(ckpt.checkpoints) if ckpt.load_enable else None
         if path is None:
             return 0
-        extra = load_checkpoint(path, self.model, self.optimizer, self.scheduler)
+        load_checkpoint(path, self.model, self.optimizer, self.scheduler)
+        extra = json.loads((path / "extra.json").read_text())
         if extra["data"] != self._identity():
             raise CheckpointError(
                 f"checkpoint {path} was made with {extra['data']}, this run has {self._identity()}: it would repeat or "
@@ -251,7 +252,7 @@ def save_checkpoint(
 ) -> Path:
     """Both phases of a checkpoint, here owned by rank 0. Every rank calls it; returns the finished directory.
 
-    extra: JSON-able, returned by `load_checkpoint`; rank 0's counts.
+    extra: JSON-able, written to `extra.json`; rank 0's counts.
     """
     tmp, owner = temporary(directory, step), dist.get_rank() == 0
     if owner:

@@ -96,9 +96,9 @@ def test_a_policy_failure_counts_with_its_reward():
 
 def test_a_token_estimator_gets_the_shaped_reward_and_no_group_advantage():
     groups = [[rollout(20.0, (4, 2)), rollout(0.0, (4, 2))]]
-    assert advantages(groups, ADVANTAGES["reinforce"], WIDE) == ([[10.0, 0.0]], [[0.0, 0.0]])
+    assert advantages(groups, ADVANTAGES["reinforce"], WIDE) == ([[10.0, 0.0]], [[None, None]])
     (steps,) = plan(groups, estimator="reinforce")
-    assert {(t.reward, t.advantage) for t in tasks_of(steps)} == {(10.0, 0.0), (0.0, 0.0)}
+    assert {(t.reward, t.advantage) for t in tasks_of(steps)} == {(10.0, None), (0.0, None)}
 
 
 SAMPLE = st.integers(1, 50).flatmap(lambda tokens: st.tuples(st.just(tokens), st.integers(0, tokens)))

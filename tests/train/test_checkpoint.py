@@ -62,8 +62,7 @@ def uninterrupted(mesh, path, directory):
 def resumed(mesh, path, directory):
     parts = trainer(path, mesh)
     torch.manual_seed(999)
-    extra = load_checkpoint(latest_checkpoint(directory), *parts)
-    assert extra == {"position": 2}
+    load_checkpoint(latest_checkpoint(directory), *parts)
     return train(mesh, parts, [2, 3]), weights(parts[0])
 
 
@@ -81,7 +80,7 @@ def test_resuming_two_ranks_is_bit_identical_and_one_rank_can_take_over(tiny, me
         assert again == losses
         assert_identical(final_again, final)
     parts = trainer(tiny, mesh)
-    assert load_checkpoint(latest_checkpoint(saved), *parts) == {"position": 2}
+    load_checkpoint(latest_checkpoint(saved), *parts)
     assert_identical(weights(parts[0]), at_save)
 
 
@@ -113,7 +112,8 @@ def two_saved(tiny, mesh, tmp_path):
 def test_a_checkpoint_before_the_first_step_can_be_loaded(two_saved):
     parts, directory, paths = two_saved
     assert latest_checkpoint(directory) == paths[1] == directory / "step_000002"
-    assert load_checkpoint(paths[1], *parts) == {"step": 2}
+    load_checkpoint(paths[1], *parts)
+    assert json.loads((paths[1] / "extra.json").read_text()) == {"step": 2}
 
 
 def tear(how, path):
@@ -148,14 +148,15 @@ def test_an_unfinished_checkpoint_does_not_exist(tiny, mesh, tmp_path):
     final = commit(tmp)
     assert latest_checkpoint(tmp_path) == final and not tmp.exists()
     assert json.loads((final / "manifest.json").read_text())["files"]["prompts.json"] == 2
-    assert load_checkpoint(final, *parts) == {}
+    load_checkpoint(final, *parts)
 
 
 def test_saving_a_step_again_replaces_it(two_saved):
     parts, directory, paths = two_saved
     (paths[1] / "old").touch()
     save_checkpoint(directory, 2, *parts, {"step": 2, "again": True})
-    assert load_checkpoint(paths[1], *parts) == {"step": 2, "again": True}
+    load_checkpoint(paths[1], *parts)
+    assert json.loads((paths[1] / "extra.json").read_text()) == {"step": 2, "again": True}
     assert not (paths[1] / "old").exists()
 
 
