@@ -16,7 +16,7 @@ import torch
 
 from molt import guard
 from molt.config import RLConfig
-from molt.errors import ResourceError
+from molt.errors import ConfigError, ResourceError
 from molt.parallel.mesh import DTYPES, param_dtype, resolve_device
 from molt.rollout.engine_worker import EngineSettings, RolloutEngineWorker
 from molt.rollout.pool import EngineGroup
@@ -28,7 +28,7 @@ from molt.train.policy_worker import PolicyRanks, PolicyWorker
 START_TIMEOUT_S = 1800.0
 """For loading models; a 1T model from network storage takes its time."""
 CALL_TIMEOUT_S = 3600.0
-"""For one call to the policy ranks or one publication."""
+"""For one training batch, or one publication beyond the running requests it waits for."""
 
 THIRD_PARTY_ENV = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -95,6 +95,10 @@ def engine_dtype(config: RLConfig) -> torch.dtype:
 def engine_settings(config: RLConfig) -> EngineSettings:
     device = resolve_device(config.fsdp.device)
     transfer = config.vllm.weight_transfer
+    if device.type == "cpu" and transfer in ("nccl", "ipc"):
+        raise ConfigError(
+            f"vllm.weight_transfer (={transfer}) copies between GPUs, there is none: no weights would arrive. Use auto."
+        )
     return EngineSettings(
         model=config.actor.model_name_or_path,
         dtype=str(engine_dtype(config)).removeprefix("torch."),
@@ -127,16 +131,13 @@ async def start(config: RLConfig, total_optimizer_steps: int, engine_worker: Any
     """Start all processes side by side; return when every one has loaded its model.
 
     engine_worker: the Ray actor class of an `Engine`; the tests have one without vLLM.
+    Raises `ResourceError` when they are not up within `START_TIMEOUT_S`.
     """
     device = resolve_device(config.fsdp.device)
     gpus = 0 if device.type == "cpu" else int(ray.cluster_resources().get("GPU", 0))
-    ranks = policy_ranks(config, gpus)
-    tensor_parallel = config.vllm.tensor_parallel_size
-    engine_gpus = tensor_parallel if gpus else 0
-    engine = engine_settings(config)
-    engines = [
-        engine_worker.options(num_cpus=0, num_gpus=engine_gpus).remote(engine) for _ in range(config.vllm.num_engines)
-    ]
+    ranks, tensor_parallel = policy_ranks(config, gpus), config.vllm.tensor_parallel_size
+    engine, engine_actor = engine_settings(config), engine_worker.options(num_cpus=0, num_gpus=gpus and tensor_parallel)
+    engines = [engine_actor.remote(engine) for _ in range(config.vllm.num_engines)]
     workers = [PolicyWorker.options(num_cpus=0, num_gpus=1 if gpus else 0).remote() for _ in range(ranks)]
     runner = runner_settings(config)
     attempts = config.rollout.max_retries + 1
@@ -146,19 +147,25 @@ async def start(config: RLConfig, total_optimizer_steps: int, engine_worker: Any
         deadline_s=attempts * config.rollout.timeout_s + GRACE_S,
         attempts=attempts,
     )
-    async with asyncio.timeout(START_TIMEOUT_S):
-        address, port = await workers[0].address.remote()
-        policy = policy_settings(config, total_optimizer_steps)
-        await asyncio.gather(
-            *(engine.start.remote() for engine in engines),
-            # Ray shows each actor only its own GPU, so every rank is local rank 0.
-            *(w.start.remote(policy, rank, ranks, address, port, 0) for rank, w in enumerate(workers)),
-            runners.ready(),
-        )
-        engine_workers = len(engines) * tensor_parallel
-        await asyncio.gather(
-            *(w.connect.remote(engines, engine.weight_transfer, engine_workers, CALL_TIMEOUT_S) for w in workers)
-        )
+    # A publication lets running requests finish; the driver waits a little longer than the rank, which knows more.
+    engine_s = CALL_TIMEOUT_S + config.rollout.timeout_s
+    try:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            address, port = await workers[0].address.remote()
+            policy = policy_settings(config, total_optimizer_steps)
+            await asyncio.gather(
+                *(engine.start.remote() for engine in engines),
+                # Ray shows each actor only its own GPU, so every rank is local rank 0.
+                *(w.start.remote(policy, rank, ranks, address, port, 0) for rank, w in enumerate(workers)),
+                runners.ready(),
+            )
+            transfer = (engines, engine.weight_transfer, len(engines) * tensor_parallel, engine_s)
+            await asyncio.gather(*(w.connect.remote(*transfer) for w in workers))
+    except TimeoutError:
+        raise ResourceError(
+            f"the processes were not up within {START_TIMEOUT_S:.0f} s: nothing was trained. Look at `ray status` for "
+            "resources that are not there, and at the output above for a model that does not load."
+        ) from None
     return Cluster(
-        EngineGroup(engines, timeout_s=CALL_TIMEOUT_S), PolicyRanks(workers, timeout_s=CALL_TIMEOUT_S), runners
+        EngineGroup(engines, timeout_s=engine_s), PolicyRanks(workers, timeout_s=engine_s + GRACE_S), runners
     )

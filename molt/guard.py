@@ -5,8 +5,10 @@ helpers wait a minute for a server that is gone, and a user's sandbox may never 
 starts this process, which remembers the driver's descendants and ends those that are left behind.
 """
 
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 
@@ -15,7 +17,9 @@ POLL_S, GRACE_S = 1.0, 5.0
 
 def start(driver_pid: int) -> None:
     """Start a guard for `driver_pid`, in a session of its own: a Ctrl-C at the driver must not end it."""
-    subprocess.Popen([sys.executable, "-m", "molt.guard", str(driver_pid)], start_new_session=True)
+    command = [sys.executable, "-m", "molt.guard", str(driver_pid)]
+    # No inherited streams: whoever reads the driver's output must see its end.
+    subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def watch(driver_pid: int) -> None:
@@ -39,6 +43,9 @@ def watch(driver_pid: int) -> None:
             process.kill()
         except psutil.NoSuchProcess:
             continue
+    for process in family:  # a rank that was killed while it published (`publish/transfer.py`)
+        for folder in Path("/dev/shm").glob(f"molt-weights-{process.pid}-*"):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ async def learn(run: Run) -> None:
         run.producer.close(groups, run.step)
         clock.lap("publish_s")
 
-        await run.records.step(run.step, groups, group_advantages, [trained, proof, clock.metrics()], run.producer)
+        await run.records.step(run, groups, group_advantages, [trained, proof, clock.metrics()])
         if config.eval.steps > 0 and run.step % config.eval.steps == 0:
             await evaluate_now(run)
         if config.ckpt.save_steps > 0 and run.step % config.ckpt.save_steps == 0:

@@ -1,5 +1,6 @@
 """What the driver of an RL run writes down: metrics, rollouts, events, checkpoints, the final model."""
 
+import asyncio
 import json
 import sys
 from pathlib import Path
@@ -11,12 +12,15 @@ from molt.report.metrics import merge, values
 from molt.report.rollouts import write_rollouts
 from molt.report.sinks import RunLog
 from molt.rollout.buffer import load_buffer, save_buffer
-from molt.rollout.producer import Producer, own
-from molt.train.checkpoint import begin, commit, prune
+from molt.rollout.producer import own
+from molt.train.checkpoint import begin, commit, prune, require_same_run
 from molt.types import Group, Metric, PolicyFailure, Sample
 
 if TYPE_CHECKING:
     from molt.loop import Run
+
+
+Metrics = dict[str, Metric]
 
 
 class Records:
@@ -34,26 +38,20 @@ class Records:
         self.log.step(step, values(metrics))
         self.event("evaluation", version=step, **values(metrics))
 
-    async def step(
-        self,
-        step: int,
-        groups: list[Group],
-        advantages: list[list[float | None]],
-        parts: list[dict[str, Metric]],
-        producer: Producer,
-    ) -> None:
+    async def step(self, run: "Run", groups: list[Group], advantages: list[list[Any]], parts: list[Metrics]) -> None:
         """Metrics and stored rollouts of one training batch."""
         rollouts = [_rollout_metrics(group) for group in groups]
-        metrics = values(merge([*parts, *rollouts, *producer.take_metrics()]))
+        metrics = values(merge([*parts, *rollouts, *run.producer.take_metrics()]))
         metrics["perf/tokens_per_s"] = metrics["rollout/generated_tokens"] * len(groups) / metrics["timing/step_s"]
-        self.log.step(step, metrics)
+        self.log.step(run.step, metrics)
         limit = self.config.logger.rollouts_per_step
         rows: list[dict[str, Any]] = []
         for group, of_rollouts in zip(groups, advantages, strict=True):
             if 0 <= limit <= len(rows):
                 break
-            rows += _rows(group, of_rollouts, await group.samples, step)
-        write_rollouts(self.log.run_dir, step, rows[: limit if limit >= 0 else None], self.renderer.tokenizer.decode)
+            rows += _rows(group, of_rollouts, await group.samples, run.step)
+        kept = rows[: limit if limit >= 0 else None]
+        await asyncio.to_thread(write_rollouts, self.log.run_dir, run.step, kept, self.renderer.tokenizer.decode)
 
     async def save(self, run: "Run") -> None:
         """A complete checkpoint of this moment between two steps, once; the newest `ckpt.max_num` are kept."""
@@ -63,10 +61,10 @@ class Records:
         folder = self.config.ckpt.checkpoints.resolve()
         aside = begin(folder, run.step)
         await run.cluster.policy.save(aside)
-        save_buffer(aside, finished, [await group.samples for group in finished])
-        state = {"step": run.step, "total_steps": run.total_steps, "ledger": ledger}
+        await asyncio.to_thread(save_buffer, aside, finished, [await group.samples for group in finished])
+        state = {"step": run.step, "total_steps": run.total_steps, "ledger": ledger, "data": self._identity(run)}
         (aside / "loop.json").write_text(json.dumps(state))
-        path = commit(aside)
+        path = await asyncio.to_thread(commit, aside)  # flushes every file: no work for the event loop
         prune(folder, self.config.ckpt.max_num)
         if self.config.ckpt.save_hf:
             await self.export(run, path / "hf")
@@ -75,8 +73,9 @@ class Records:
 
     async def restore(self, run: "Run", path: Path) -> None:
         """Continue where `path` was saved."""
-        await run.cluster.policy.load(path)
         state = json.loads((path / "loop.json").read_text())
+        require_same_run(path, state["data"], self._identity(run))
+        await run.cluster.policy.load(path)
         stream = run.producer.stream
         groups, samples = load_buffer(path, lambda epoch, position: stream[stream.index(epoch, position)])
         for group, heavy in zip(groups, samples, strict=True):
@@ -89,6 +88,12 @@ class Records:
             )
         run.step = self.saved = state["step"]
         run.producer.restore(state["ledger"], groups, run.step)
+
+    def _identity(self, run: "Run") -> dict[str, int]:
+        """What must be the same for a position in the prompt stream to mean the same prompt and group."""
+        rollout, train = self.config.rollout, self.config.train
+        rows = len(run.producer.stream) // train.num_episodes
+        return {"rows": rows, "seed": train.seed, "batch": rollout.batch_size, "group": rollout.n_samples_per_prompt}
 
     async def export(self, run: "Run", path: Path) -> None:
         """The policy as a Hugging Face model directory."""

@@ -67,7 +67,7 @@ def trained_groups(output: Path) -> list[str]:
 
 if __name__ == "__main__":
     from molt.cli.main import run_command
-    from molt.cli.train_rl_ray import run_rl
+    from molt.driver import run_rl
     from tests.fakes import FakeEngineWorker
 
     sys.exit(run_command(lambda argv: run_rl(parse(RLConfig, argv, prog="test"), FakeEngineWorker), sys.argv[1:]))

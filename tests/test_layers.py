@@ -19,7 +19,7 @@ LAYERS = [
     {"algo", "batch"},
     {"agents", "chat", "data", "models", "parallel", "publish", "report"},
     {"rollout", "train"},
-    {"cli", "loop", "cluster", "records", "guard", "__main__"},
+    {"cli", "loop", "cluster", "records", "driver", "guard", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 NAMES_CUDA = {"molt/models/build.py", "molt/publish/transfer.py", "molt/parallel/mesh.py", "molt/config.py"}

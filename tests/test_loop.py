@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from molt.algo import advantage
-from molt.cli.train_rl_ray import drive
-from molt.errors import FailureRateError, MoltError
+from molt.driver import drive
+from molt.errors import CheckpointError, FailureRateError, MoltError, TrainingError
+from molt.publish.publication import Publisher
 from tests.fakes import FakeEngineWorker
 from tests.runs import events, metrics, settings, trained_groups, write_prompts
 
@@ -36,7 +37,7 @@ def test_a_run_learns_and_leaves_what_it_promises(ray_session, model_dir, tmp_pa
     rewards = metrics(output, "rollout/reward")
     assert len(rewards) == 20
     assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.2
-    assert max(metrics(output, "staleness/max")) == queue
+    assert max(metrics(output, "staleness/max")) <= queue  # that it is reached: tests/rollout/test_admission.py
     assert max(metrics(output, "mismatch/abs_max")) <= 1e-4
     if queue == 0:
         assert max(metrics(output, "ratio/log_abs_max")) <= 1e-4
@@ -79,11 +80,11 @@ def test_failed_rollouts_are_never_trained_and_are_backfilled(ray_session, model
 
 
 @pytest.mark.parametrize(("label", "reason", "detail"), [
-    ("hang", "timeout", "rollout.timeout_s (=4)"), ("nan", "reward_not_finite", "reward nan"),
+    ("hang", "timeout", "rollout.timeout_s (=10)"), ("nan", "reward_not_finite", "reward nan"),
 ])  # fmt: skip
 def test_a_hanging_env_and_a_nan_reward_cost_their_group_alone(ray_session, model_dir, tmp_path, label, reason, detail):
     prompts = write_prompts(tmp_path / "p.jsonl", 21, {5: label})
-    run(settings(model_dir, tmp_path / "out", prompts, "--rollout.max_retries", "0", "--rollout.timeout_s", "4",
+    run(settings(model_dir, tmp_path / "out", prompts, "--rollout.max_retries", "0", "--rollout.timeout_s", "10",
                  "--rollout.max_failure_rate", "0.5"))  # fmt: skip
     (lost,) = events(tmp_path / "out", "group_discarded")
     assert lost["reason"] == reason and detail in lost["detail"]
@@ -97,8 +98,7 @@ def test_too_many_failures_stop_the_run_with_the_reasons_and_it_can_go_on(ray_se
         run(settings(model_dir, output, prompts))
     write_prompts(tmp_path / "p.jsonl", 40)  # the user mends the sandbox
     run(settings(model_dir, output, prompts, "--ckpt.load_enable"))
-    discarded = {e["group"] for e in events(output, "group_discarded")}
-    assert sorted([*trained_groups(output), *discarded]) == sorted(f"0:{i}" for i in range(40))
+    assert sorted(trained_groups(output)) == sorted(f"0:{i}" for i in range(40))  # what failed was not lost
 
 
 def test_a_runner_that_dies_is_replaced_and_its_groups_are_rolled_out_again(ray_session, model_dir, tmp_path):
@@ -118,6 +118,28 @@ def test_resume_trains_every_prompt_once_and_moves_the_abandoned_steps(ray_sessi
     steps = [json.loads(line)["step"] for line in (output / "run" / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(11))
     assert events(output, "resumed")[0]["abandoned_steps"] == [5, 6]
+
+
+def test_a_stall_inside_a_step_is_not_saved_as_if_it_were_between_two(ray_session, model_dir, tmp_path, monkeypatch):
+    """The batch is trained and not published: a checkpoint here would hold it in the buffer, to be trained again."""
+
+    async def too_slow(self, version):
+        if version == 3:
+            raise TrainingError("the policy ranks did not answer")
+        return await publish(self, version)
+
+    publish = Publisher.publish
+    monkeypatch.setattr(Publisher, "publish", too_slow)
+    with pytest.raises(TrainingError):
+        run(settings(model_dir, tmp_path / "out", write_prompts(tmp_path / "p.jsonl", 24)))
+    assert not (tmp_path / "out" / "checkpoints").exists()
+
+
+def test_resume_with_settings_that_would_mix_up_the_prompts_is_refused(ray_session, model_dir, tmp_path):
+    output, prompts = tmp_path / "out", write_prompts(tmp_path / "p.jsonl", 24)
+    run(settings(model_dir, output, prompts, "--train.max_steps", "2"))
+    with pytest.raises(CheckpointError, match=r"'seed': 42.*'seed': 43.*repeat or skip"):
+        run(settings(model_dir, output, prompts, "--ckpt.load_enable", "--train.seed", "43"))
 
 
 def test_at_queue_size_zero_a_resumed_run_ends_with_the_same_bits(ray_session, model_dir, tmp_path):

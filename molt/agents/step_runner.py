@@ -4,6 +4,7 @@ What a runner knows of the world is `EpisodeContext`: a prompt, a model to call 
 renderer, limits. It knows nothing of engines, Ray or training.
 """
 
+import asyncio
 import copy
 import math
 from collections.abc import Awaitable, Callable
@@ -15,6 +16,9 @@ from molt.agents.env import Env, Result
 from molt.chat.render import Renderer
 from molt.errors import AgentError
 from molt.types import InfraFailure, PolicyFailure, Prompt, Scored, Turn
+
+CLOSE_S = 30.0
+"""What an environment may take to close."""
 
 CallModel = Callable[[list[int], int], Awaitable[Turn]]
 """`(prompt_ids, max_tokens) -> Turn`, sampled from the current policy."""
@@ -65,7 +69,8 @@ class StepEnvRunner:
             # Only what it says: the user's subclass means nothing to the driver, which lacks the user's file.
             episode.outcome = PolicyFailure(failure.reward, str(failure.reason))
         finally:
-            await env.close()
+            async with asyncio.timeout(CLOSE_S):  # it also runs when the rollout's own deadline has passed
+                await env.close()
         return episode
 
     async def _play(self, env: Env, context: EpisodeContext, episode: Episode) -> None:
@@ -93,6 +98,9 @@ class StepEnvRunner:
         reward, score, budget = 0.0, None, None
         while True:
             room = context.max_len - len(ids)
+            if room <= 0 and not episode.turns:
+                detail = f"reset left a prompt of {len(ids):,} tokens, data.max_len is {context.max_len:,}"
+                raise InfraFailure("prompt_too_long", detail)
             if room <= 0:  # out of context: what was earned stands
                 episode.truncated = True
                 return

@@ -100,9 +100,27 @@ def check_digests(receipts: Sequence[Receipt], workers_per_engine: int) -> None:
             )
 
 
+def check_in_use(sent: tuple[int, int], held: Sequence[tuple[int, int]]) -> None:
+    """Raise if the trainer's weights changed since the last publication and an engine's did not: `(before, now)`.
+
+    sent: digest of what was sent. held: digest of what each engine worker holds.
+    """
+    if sent[0] == sent[1]:
+        return
+    for worker, (before, now) in enumerate(held):
+        if before == now:
+            raise PublicationError(
+                f"engine worker {worker}: the weights were received, not in use: the trainer's changed, what it holds "
+                f"did not (digest {now:016x}). It would sample from the old policy, so the run stops. Check the "
+                "transfer back end."
+            )
+
+
 def compare_probe(trainer: Sequence[np.ndarray], engine: Sequence[np.ndarray]) -> dict[str, Metric]:
     """`mismatch/*`: absolute log-prob differences of the probe, per token, float64."""
-    gap = np.abs(np.concatenate(trainer).astype(np.float64) - np.concatenate(engine).astype(np.float64))
+    # The first token of a sequence has no log-prob.
+    ours, theirs = (np.concatenate([values[1:] for values in side]).astype(np.float64) for side in (trainer, engine))
+    gap = np.abs(ours - theirs)
     return {"mismatch/abs_max": Metric(float(gap.max())), "mismatch/abs_mean": Metric(float(gap.sum()), len(gap))}
 
 

@@ -6,7 +6,15 @@ from typing import Protocol
 
 import numpy as np
 
-from molt.publish.proof import Receipt, check_digests, check_probe, check_transport, compare_probe
+from molt.publish.proof import (
+    Receipt,
+    check_digests,
+    check_in_use,
+    check_probe,
+    check_transport,
+    combine,
+    compare_probe,
+)
 from molt.report.metrics import merge
 from molt.types import Metric
 
@@ -42,6 +50,8 @@ class Publisher:
         self.probe = [list(ids) for ids in probe]
         self.bound, self.use_max = bound, use_max
         self.workers_per_engine = workers_per_engine
+        self.digests: list[int] | None = None
+        """Of what was sent at the last publication, then of what each engine worker held after it."""
 
     async def publish(self, version: int) -> dict[str, Metric]:
         """Copy the trainer's weights to every engine as `version`; return `mismatch/*`.
@@ -52,6 +62,11 @@ class Publisher:
         receipts = await self.engines.commit(version)
         check_transport(sent, receipts, version)
         check_digests(receipts, self.workers_per_engine)
+        digests = [combine(sent), *(receipt.digest for receipt in receipts)]
+        if self.digests is not None:
+            trainer, *engines = zip(self.digests, digests, strict=True)
+            check_in_use(trainer, engines)
+        self.digests = digests
         ours, theirs = await asyncio.gather(self.policy.score(self.probe), self.engines.score(self.probe))
         metrics = merge(compare_probe(ours, engine) for engine in theirs)
         check_probe(metrics, bound=self.bound, use_max=self.use_max, version=version)

@@ -124,6 +124,7 @@ class EngineExtension:
             try:
                 return load(recorded(weights), *args, **kwargs)
             except Exception as error:  # named here, stopped by the publication
+                self._molt_received.clear()
                 raise RuntimeError(f"tensor {self._molt_loading!r} could not be loaded: {error!r}") from error
 
         model.load_weights = load_recorded

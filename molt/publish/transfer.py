@@ -60,15 +60,13 @@ class ShmSender:
             return {}
         sums = {name: checksum(tensor) for name, tensor in tensors.items()}
         folder = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-        handle, path = tempfile.mkstemp(prefix="molt-weights-", suffix=".safetensors", dir=folder)
-        os.close(handle)
-        try:
+        # The name says whose it is: the guard removes what a killed rank leaves.
+        with tempfile.TemporaryDirectory(prefix=f"molt-weights-{os.getpid()}-", dir=folder) as aside:
+            path = f"{aside}/weights.safetensors"
             self._write(tensors, path)
             self.client.start_weight_update()
             self.client.update_weights({"path": path})
             self.client.finish_weight_update()
-        finally:
-            os.unlink(path)
         return sums
 
     def _write(self, tensors: dict[str, torch.Tensor], path: str) -> None:

@@ -59,7 +59,7 @@ def select_batch(
         raise TrainingError(
             f"{len(groups)} open groups, the oldest of version {oldest}, cannot be trained within "
             f"`train.max_staleness` (={max_staleness}) of their weights, in batches of {batch_size} from version "
-            f"{version} on: waiting would never end. Restart the groups of a buffer that other settings left."
+            f"{version} on: waiting would never end. Resume with the settings that the buffer was filled with."
         )
     finished = sorted((g for g in groups if g.finished), key=lambda g: (g.start_version, g.order))
     batch = finished[:batch_size]

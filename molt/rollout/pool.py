@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from molt.errors import EngineError
 from molt.publish.proof import Receipt
@@ -90,7 +90,7 @@ class EngineGroup:
         try:
             async with asyncio.timeout(self.timeout_s):
                 return await asyncio.gather(*calls)
-        except (TimeoutError, RayActorError) as error:
+        except (TimeoutError, RayError) as error:
             raise EngineError(
                 f"an engine is dead or did not answer within {self.timeout_s:.0f} s ({error!r}): it cannot be given "
                 "weights, so the run stops. It resumes with --ckpt.load_enable."

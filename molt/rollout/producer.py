@@ -12,12 +12,13 @@ import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 from ray.exceptions import RayActorError
 
 from molt.config import RolloutConfig
+from molt.data.prompts import PromptStream
 from molt.data.rows import UnusableRow
 from molt.errors import FailureRateError, MoltError, StalledError
 from molt.rollout.admission import may_start, select_batch
@@ -28,14 +29,6 @@ MIN_ATTEMPTS = 50
 """Rollout attempts before a failure rate means anything."""
 GRACE_S = 60.0
 """What a runner may take beyond the deadlines it enforces itself."""
-
-
-class PromptStream(Protocol):
-    """`molt.data.prompts.PromptStream`: an index is the whole state."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int) -> Prompt: ...
-    def index(self, epoch: int, position: int) -> int: ...
 
 
 def own(samples: list[list[Sample]]) -> ray.ObjectRef:
@@ -79,6 +72,9 @@ class RunnerPool:
             except (TimeoutError, RayActorError):
                 # Dead, or its event loop is blocked (an env that never awaits): only a new process helps.
                 self._replace(index, runner)
+            except asyncio.CancelledError:
+                ray.cancel(result)
+                raise
             finally:
                 self.in_flight[index] -= 1
         raise InfraFailure("runner", f"no runner finished the group within {self.attempts} x {self.deadline_s:.0f} s")
@@ -118,7 +114,7 @@ class FailureWindow:
             raise FailureRateError(
                 f"{failed} of the last {len(self.recent)} rollout attempts failed, above rollout.max_failure_rate "
                 f"(={self.limit:g}). Training on would see a biased part of the task, so the run stops; nothing that "
-                f"failed was trained, and the run resumes with --ckpt.load_enable. By reason:\n{table}"
+                f"failed was trained, and --ckpt.load_enable takes it up again. By reason:\n{table}"
             )
 
 
@@ -144,14 +140,13 @@ class Producer:
         self.order = 0
         self.open: dict[str, Group] = {}
         self.restarts: deque[Prompt] = deque()
-        self.discarded: Counter[str] = Counter()
-        self.failures = FailureWindow(config.max_failure_rate, deque(maxlen=self._window()), {})
+        self.lost: list[Prompt] = []
+        """Discarded because the infrastructure failed; a run that stops for it gives them another chance."""
+        window = max(200, 4 * config.batch_size * config.n_samples_per_prompt)
+        self.failures = FailureWindow(config.max_failure_rate, deque(maxlen=window), {})
         self.metrics: list[dict[str, Metric]] = []
         self.error: MoltError | None = None
         self._changed = asyncio.Event()
-
-    def _window(self) -> int:
-        return max(200, 4 * self.config.batch_size * self.config.n_samples_per_prompt)
 
     async def run(self) -> None:
         """Start groups whenever admission allows, until the stream ends. Waits for: a free slot.
@@ -225,13 +220,11 @@ class Producer:
         return self.exhausted and not self.open
 
     def ledger(self) -> dict[str, Any]:
-        """What a checkpoint holds of the prompts: the next position, and who is open."""
-        running = [group.prompt for group in self._by_order() if not group.finished]
-        return {
-            "position": self.position,
-            # Prompts of a resume that wait for a slot are as open as those that run.
-            "in_flight": [self.stream.index(p.epoch, p.position) for p in (*running, *self.restarts)],
-        }
+        """What a checkpoint holds of the prompts: the next position, and who is open or waits for a slot."""
+        waiting = [group.prompt for group in self._by_order() if not group.finished] + [*self.restarts]
+        if isinstance(self.error, FailureRateError):
+            waiting += self.lost
+        return {"position": self.position, "in_flight": [self.stream.index(p.epoch, p.position) for p in waiting]}
 
     def restore(self, ledger: dict[str, Any], finished: Sequence[Group], version: int) -> None:
         """Continue where `ledger` was written: finished groups are in the buffer, prompts in flight start again."""
@@ -289,7 +282,7 @@ class Producer:
             result, samples = await self.runners.run_group(task)
         except InfraFailure as failure:
             self._count(group, None, [failure], good=False)
-            self._discard(group, failure.reason, failure.detail)
+            self._discard(group, failure.reason, failure.detail, lost=True)
             return
         if result.unusable:
             self._discard(group, "prompt_too_long", result.unusable)
@@ -301,7 +294,7 @@ class Producer:
             attempts = [*rollout.failures, *([rollout.outcome] if failed else [])]
             self._count(group, rollout.index, attempts, good=not failed)
         if lost is not None:  # never trained with a silently smaller baseline
-            self._discard(group, lost.reason, lost.detail)
+            self._discard(group, lost.reason, lost.detail, lost=True)
             return
         group.rollouts, group.samples = result.rollouts, samples
         self._notify()
@@ -319,12 +312,12 @@ class Producer:
             )
         self.failures.add(failures, good=good)
 
-    def _discard(self, group: Group | None, reason: str, detail: str) -> None:
-        self.discarded[reason] += 1
+    def _discard(self, group: Group | None, reason: str, detail: str, lost: bool = False) -> None:
         self.metrics.append({"faults/discarded_groups": Metric(1.0)})
         self.on_event("group_discarded", group=group.prompt.group_id if group else None, reason=reason, detail=detail)
         if group is not None:
             del self.open[group.prompt.group_id]
+            self.lost += [group.prompt] * lost
         self._notify()
 
     def _notify(self) -> None:

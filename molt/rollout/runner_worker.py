@@ -139,6 +139,10 @@ class AgentHost:
                 return await self.runner.run(context)
         except InfraFailure:
             raise
+        except asyncio.CancelledError:
+            if asyncio.current_task().cancelling():
+                raise
+            raise InfraFailure("CancelledError", "the agent awaited something that it had cancelled") from None
         except Exception as error:  # fault boundary: one rollout
             if isinstance(error, TimeoutError) and deadline.expired():  # not a time limit of the agent's own
                 detail = f"no end within rollout.timeout_s (={self.settings.rollout.timeout_s:g})"

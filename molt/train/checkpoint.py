@@ -2,7 +2,7 @@
 
     checkpoints/step_000020/        renamed from step_000020.tmp when everything is on disk
         model/                      sharded parameters and optimizer state (torch.distributed.checkpoint)
-        trainer.json                scheduler
+        trainer.json                optimizer steps taken
         rng_00000.pt                random state, one per rank
         extra.json, ...             whatever the owner of the checkpoint adds (position in the data, buffer)
         manifest.json               written last: every file with its size
@@ -17,7 +17,9 @@ import json
 import os
 import shutil
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,7 +56,7 @@ def write_part(tmp: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRS
     # The host's generator alone: dropout is off, so nothing draws on a device.
     torch.save(torch.get_rng_state(), tmp / f"rng_{dist.get_rank():05d}.pt")
     if dist.get_rank() == 0:
-        (tmp / "trainer.json").write_text(json.dumps({"scheduler": scheduler.state_dict()}))
+        (tmp / "trainer.json").write_text(json.dumps({"optimizer_steps": scheduler.last_epoch}))
 
 
 def commit(tmp: Path) -> Path:
@@ -119,10 +121,21 @@ def latest_checkpoint(directory: Path) -> Path | None:
 
 
 def prune(directory: Path, max_num: int) -> None:
-    """Remove the oldest checkpoints beyond `max_num` (>= 1). One process calls it."""
-    for path in _candidates(directory)[max_num:]:
-        (path / MANIFEST).unlink(missing_ok=True)  # torn from here on, should we die while removing
+    """Remove the oldest complete checkpoints beyond `max_num` (>= 1), and what killed saves left; one process."""
+    for path in [path for path in _candidates(directory) if _defect(path) is None][max_num:]:
+        (path / MANIFEST).unlink()  # torn from here on, should we die while removing
         shutil.rmtree(path)
+    for path in directory.glob("step_*.tmp"):
+        shutil.rmtree(path)
+
+
+def require_same_run(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise `CheckpointError` when a position in the data, saved under other settings, would mean other rows."""
+    if saved != now:
+        raise CheckpointError(
+            f"checkpoint {path} was made with {saved}, this run has {now}: it would repeat or skip rows. Resume with "
+            "the settings of that run, or use another --ckpt.output_dir."
+        )
 
 
 def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler) -> None:
@@ -141,9 +154,10 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer, schedule
             f"checkpoint {path} does not fit this model and optimizer ({str(error).strip().splitlines()[-1]}). "
             "Resume with the model it was saved from, or start in another --ckpt.output_dir."
         ) from error
-    scheduler.load_state_dict(json.loads((path / "trainer.json").read_text())["scheduler"])
-    for group, lr in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
-        group["lr"] = lr
+    # The position alone: rates are those of the present settings, so that a lowered one takes effect.
+    scheduler.last_epoch = json.loads((path / "trainer.json").read_text())["optimizer_steps"]
+    for group, base, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+        group["lr"] = base * factor(scheduler.last_epoch)
     random_state = path / f"rng_{dist.get_rank():05d}.pt"
     if random_state.exists():  # a rank that did not exist then keeps its fresh one
         torch.set_rng_state(torch.load(random_state, weights_only=True))

@@ -81,20 +81,13 @@ class Policy:
         token_advantages = self._advantages(plan, samples)
         steps = [[self._micro_batch(b, samples, token_advantages) for b in batches] for batches in plan]
         metrics = [_staleness(plan, samples, version)]
-        if len(steps) * self.settings.train.max_epochs > 1:
-            self._compute_old_logprobs(steps)
+        # The very first step runs at those weights anyway; a second epoch needs them for all.
+        self._compute_old_logprobs(steps if self.settings.train.max_epochs > 1 else steps[1:])
+        step = partial(
+            optimizer_step, self.model, self.optimizer, self.scheduler, max_norm=self.settings.actor.max_norm
+        )
         for _ in range(self.settings.train.max_epochs):
-            for micro_batches in steps:
-                metrics.append(
-                    optimizer_step(
-                        self.model,
-                        self.optimizer,
-                        self.scheduler,
-                        micro_batches,
-                        self._loss,
-                        max_norm=self.settings.actor.max_norm,
-                    )
-                )
+            metrics += [step(micro_batches, self._loss) for micro_batches in steps]
         return merge(metrics)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:

@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError, RayError
 
 from molt.batch.plan import RankPlan
 from molt.chat.render import load_tokenizer
-from molt.errors import PublicationError, StalledError, TrainingError
+from molt.errors import PublicationError, TrainingError
 from molt.publish.transfer import build_sender
 from molt.report.metrics import merge
 from molt.train.policy import Policy, PolicySettings
@@ -128,7 +128,7 @@ class PolicyRanks:
             async with asyncio.timeout(self.timeout_s):
                 return await asyncio.gather(*calls)
         except TimeoutError:
-            raise StalledError(
+            raise TrainingError(
                 f"the policy ranks did not answer within {self.timeout_s:.0f} s: the run cannot go on. Look for a rank "
                 "that waits for another one, then resume with --ckpt.load_enable."
             ) from None

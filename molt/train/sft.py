@@ -31,7 +31,6 @@ from molt.chat.render import load_tokenizer
 from molt.config_sft import SftConfig
 from molt.data.conversations import Conversation, build_conversations
 from molt.data.rows import load_rows
-from molt.errors import CheckpointError
 from molt.models.build import build_policy
 from molt.parallel.mesh import all_reduce_sums, init_distributed, resolve_device, single_threaded_on_cpu
 from molt.report.metrics import values
@@ -43,6 +42,7 @@ from molt.train.checkpoint import (
     latest_checkpoint,
     load_checkpoint,
     prune,
+    require_same_run,
     temporary,
     write_part,
 )
@@ -223,11 +223,7 @@ class SftRun:
             return 0
         load_checkpoint(path, self.model, self.optimizer, self.scheduler)
         extra = json.loads((path / "extra.json").read_text())
-        if extra["data"] != self._identity():
-            raise CheckpointError(
-                f"checkpoint {path} was made with {extra['data']}, this run has {self._identity()}: it would repeat or "
-                "skip conversations. Resume with the settings of that run, or use another --ckpt.output_dir."
-            )
+        require_same_run(path, extra["data"], self._identity())
         return extra["step"]
 
     def _save(self, step: int) -> None:

@@ -1,0 +1,203 @@
+"""The driver of an RL run: wires processes, data and records to the loop, and unwires them."""
+
+import asyncio
+import math
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.exceptions import RayTaskError
+
+from molt import cluster
+from molt.algo.advantage import ADVANTAGES
+from molt.chat.render import Renderer, load_renderer
+from molt.cli.args import dump
+from molt.config import RLConfig
+from molt.data.prompts import PromptDataset, PromptStream
+from molt.data.rows import DropReport, UnusableRow, load_rows
+from molt.errors import MoltError
+from molt.loop import Run, evaluate_now, publish, train
+from molt.publish.publication import Publisher
+from molt.records import Records
+from molt.report.sinks import RunLog
+from molt.rollout.engine_worker import RolloutEngineWorker, Sampling
+from molt.rollout.evaluate import EPOCH as EVALUATION
+from molt.rollout.producer import Producer
+from molt.train.checkpoint import checkpoint_step, latest_checkpoint
+from molt.types import Prompt
+
+PROBE_SEQUENCES, PROBE_TOKENS = 16, 32
+
+
+def run_rl(config: RLConfig, engine_worker: Any = RolloutEngineWorker) -> None:
+    """One whole run. Raises a `MoltError` when it cannot go on; what was trained is saved by then.
+
+    engine_worker: the Ray actor class of an `Engine`; the tests have one without vLLM.
+    """
+    cluster.start_ray(config)
+    try:
+        asyncio.run(drive(config, engine_worker))
+    except Exception as error:  # no fault boundary: everything is raised again
+        cause = _first(error)
+        if isinstance(cause, MoltError):
+            raise cause from None
+        raise
+    finally:
+        ray.shutdown()
+    # The page is made outside the RL path; failing to draw it does not fail the run.
+    with suppress(subprocess.TimeoutExpired):
+        subprocess.run([sys.executable, "-m", "molt", "report", str(config.ckpt.output_dir)], check=False, timeout=300)
+
+
+async def drive(config: RLConfig, engine_worker: Any = RolloutEngineWorker) -> None:
+    """The driver of one run, inside a Ray session."""
+    rows = load_rows(config.data.prompt_dataset, flag="data.prompt_dataset", max_samples=config.data.max_samples)
+    dataset = PromptDataset(rows, config.data)
+    stream = PromptStream(dataset, seed=config.train.seed, num_episodes=config.train.num_episodes)
+    total_steps = min(config.train.max_steps or sys.maxsize, math.ceil(len(stream) / config.rollout.batch_size))
+    steps_per_batch = math.ceil(config.rollouts_per_batch / config.rollouts_per_step) * config.train.max_epochs
+    renderer = load_renderer(
+        config.actor.model_name_or_path, config.data.chat_template, apply_chat_template=config.data.apply_chat_template
+    )
+    checkpoint = latest_checkpoint(config.ckpt.checkpoints) if config.ckpt.load_enable else None
+    # Without a checkpoint, whatever an earlier attempt logged is not of this run's lineage either.
+    resume_step = checkpoint_step(checkpoint) if checkpoint else -1 if config.ckpt.load_enable else None
+    with RunLog(config.ckpt.run_dir, config.logger, header(config, total_steps), total_steps, resume_step) as log:
+        (config.ckpt.run_dir / "config.toml").write_text(dump(config))
+        processes = await cluster.start(config, total_steps * steps_per_batch, engine_worker)
+        producer = Producer(
+            stream,
+            processes.runners,
+            config.rollout,
+            queue=config.train.async_queue_size,
+            max_staleness=config.train.staleness_bound,
+            on_event=log.event,
+        )
+        run = Run(
+            config,
+            processes,
+            producer,
+            await _publisher(config, processes, stream, renderer),
+            Records(config, log, renderer),
+            _evaluation_prompts(config),
+            total_steps,
+        )
+        if checkpoint:
+            await run.records.restore(run, checkpoint)
+        _stop_on_signals(producer)
+        await _whole(run)
+
+
+async def _whole(run: Run) -> None:
+    """First publication, training, and what a run leaves behind."""
+    config, fresh = run.config, run.step == 0
+    proof = await publish(run)
+    if fresh:
+        run.records.log.step(0, {name: m.total / m.count for name, m in proof.items()})
+        if config.eval.eval_at_start:
+            await evaluate_now(run)
+    if run.step >= run.total_steps or run.producer.done:
+        print(f"step {run.step}: nothing is left to train. Raise --train.num_episodes or --train.max_steps to go on.")
+    await train(run)
+    stopped = run.producer.stopping
+    if not stopped:
+        await evaluate_now(run)
+    if stopped or not config.ckpt.disable_final_save:
+        await run.records.save(run)
+    if not stopped and not config.ckpt.disable_final_save:
+        await run.records.export(run, config.ckpt.output_dir.resolve())
+
+
+def _evaluation_prompts(config: RLConfig) -> list[Prompt]:
+    if config.eval.dataset is None:
+        return []
+    rows = load_rows(config.eval.dataset, flag="eval.dataset", max_samples=None)
+    dataset, report, prompts = PromptDataset(rows, config.data), DropReport(len(rows)), []
+    for row in range(len(dataset)):
+        try:
+            prompts.append(replace(dataset.prompt(row), epoch=EVALUATION))
+        except UnusableRow as error:
+            report.add(row, error)
+    if report.dropped:
+        print(f"eval.dataset: {report.message()}", file=sys.stderr)
+    return prompts
+
+
+async def _publisher(
+    config: RLConfig, processes: cluster.Cluster, stream: PromptStream, renderer: Renderer
+) -> Publisher:
+    """The probe is sampled once, from the initial weights: prompts of the run and what the model answers."""
+    prompts = _probe_prompts(config, stream, renderer)
+    sampling = Sampling(
+        1.0, 1.0, -1, min(PROBE_TOKENS, config.data.max_len // 2), config.train.seed, tuple(renderer.eos_ids)
+    )
+    turns = await processes.engines.sample(prompts, sampling)
+    dtype = cluster.engine_settings(config).dtype
+    default_bound = 1e-3 if dtype == "float32" else 0.05
+    return Publisher(
+        processes.policy,
+        processes.engines,
+        [[*turn.prompt_ids.tolist(), *turn.token_ids.tolist()] for turn in turns],
+        bound=default_bound if config.train.parity_bound is None else config.train.parity_bound,
+        use_max=dtype == "float32",
+        workers_per_engine=config.vllm.tensor_parallel_size,
+    )
+
+
+def _probe_prompts(config: RLConfig, stream: PromptStream, renderer: Renderer) -> list[list[int]]:
+    prompts: list[list[int]] = []
+    for index in range(len(stream)):
+        if len(prompts) == PROBE_SEQUENCES:
+            break
+        try:
+            # Only the end of a long prompt, so that the answer and vLLM's one extra token fit.
+            prompts.append(renderer.prompt_ids(stream[index])[-max(1, config.data.max_len // 2 - 1) :])
+        except UnusableRow:
+            continue
+    return prompts
+
+
+def header(config: RLConfig, total_steps: int) -> str:
+    """What the run does, in words and in one formula."""
+    advantage, low_high = config.algo.advantage, config.actor.eps_clip_low_high
+    estimator = ADVANTAGES[advantage.estimator]
+    correction = "c = 1 (no importance correction)"
+    if advantage.is_correction_level != "off":
+        low, high = advantage.is_correction_threshold
+        correction = f"c = {advantage.is_correction_mode}(exp(old - rollout), {low:g}, {high:g})"
+    whitened = " whitened over the batch" if estimator.whiten and not advantage.no_whiten else ""
+    lines = [
+        f"molt rl  {config.actor.model_name_or_path}  agent {config.train.agent_path}",
+        f"  {total_steps} steps of {config.rollout.batch_size} x {config.rollout.n_samples_per_prompt} rollouts, "
+        f"no token older than {config.train.staleness_bound} batches",
+        f"  A = {estimator.formula}{whitened}    [{advantage.estimator}]",
+        f"  loss = sum_t 1/N * -min(r A, clip(r, {1 - low_high[0]:g}, {1 + low_high[1]:g}) A) * c    {correction}",
+    ]
+    if config.rollouts_per_step == config.rollouts_per_batch and config.train.max_epochs == 1:
+        lines.append("  one optimizer step per batch: r = 1, so the clip has no effect; c is the trust region")
+    return "\n".join([*lines, f"  output {config.ckpt.output_dir}"])
+
+
+def _stop_on_signals(producer: Producer) -> None:
+    """SIGTERM, and the first Ctrl-C: finish the step, save, exit 0. A second Ctrl-C ends at once."""
+    loop = asyncio.get_running_loop()
+
+    def interrupt() -> None:
+        if producer.stopping:
+            os._exit(130)
+        producer.stop()
+
+    loop.add_signal_handler(signal.SIGTERM, producer.stop)
+    loop.add_signal_handler(signal.SIGINT, interrupt)
+
+
+def _first(error: BaseException) -> BaseException:
+    """The error itself, out of task groups and out of the process that raised it."""
+    while isinstance(error, BaseExceptionGroup | RayTaskError):
+        error = error.cause if isinstance(error, RayTaskError) else error.exceptions[0]
+    return error
