@@ -24,6 +24,7 @@ from molt.errors import MoltError
 from molt.loop import Run, evaluate_now, publish, train
 from molt.publish.publication import Publisher
 from molt.records import Records
+from molt.report.metrics import values
 from molt.report.sinks import RunLog
 from molt.rollout.engine_worker import RolloutEngineWorker, Sampling
 from molt.rollout.evaluate import EPOCH as EVALUATION
@@ -95,10 +96,10 @@ async def drive(config: RLConfig, engine_worker: Any = RolloutEngineWorker) -> N
 
 async def _whole(run: Run) -> None:
     """First publication, training, and what a run leaves behind."""
-    config, fresh = run.config, run.step == 0
+    config, fresh = run.config, run.records.saved is None
     proof = await publish(run)
     if fresh:
-        run.records.log.step(0, {name: m.total / m.count for name, m in proof.items()})
+        run.records.log.step(0, values(proof))
         if config.eval.eval_at_start:
             await evaluate_now(run)
     if run.step >= run.total_steps or run.producer.done:

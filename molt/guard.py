@@ -25,10 +25,12 @@ def start(driver_pid: int) -> None:
 def watch(driver_pid: int) -> None:
     """Returns when the driver is gone and everything it started is, too."""
     family: set[psutil.Process] = set()
+    pids: set[int] = set()
     try:
         driver = psutil.Process(driver_pid)
         while True:
             family = {process for process in family if process.is_running()} | set(driver.children(recursive=True))
+            pids |= {process.pid for process in family}
             try:
                 driver.wait(timeout=POLL_S)
                 break
@@ -43,8 +45,9 @@ def watch(driver_pid: int) -> None:
             process.kill()
         except psutil.NoSuchProcess:
             continue
-    for process in family:  # a rank that was killed while it published (`publish/transfer.py`)
-        for folder in Path("/dev/shm").glob(f"molt-weights-{process.pid}-*"):
+    psutil.wait_procs(left, timeout=1.0)
+    for pid in pids:  # a rank that was killed while it published (`publish/transfer.py`)
+        for folder in Path("/dev/shm").glob(f"molt-weights-{pid}-*"):
             shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -55,7 +55,7 @@ class Records:
 
     async def save(self, run: "Run") -> None:
         """A complete checkpoint of this moment between two steps, once; the newest `ckpt.max_num` are kept."""
-        if self.saved == run.step:
+        if self.saved == run.step and run.producer.error is None:  # an error changes what the ledger holds
             return
         ledger, finished = run.producer.ledger(), run.producer.finished_groups()
         folder = self.config.ckpt.checkpoints.resolve()

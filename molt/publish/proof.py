@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from molt.errors import PublicationError
+from molt.report.metrics import values
 from molt.types import Metric
 
 _CHUNK = 1 << 20
@@ -127,7 +128,7 @@ def compare_probe(trainer: Sequence[np.ndarray], engine: Sequence[np.ndarray]) -
 def check_probe(metrics: Mapping[str, Metric], *, bound: float, use_max: bool, version: int) -> None:
     """Raise if trainer and engine disagree by more than `bound` (nats; NaN disagrees)."""
     name = "mismatch/abs_max" if use_max else "mismatch/abs_mean"
-    value = metrics[name].total / metrics[name].count
+    value = values(metrics)[name]
     if not value <= bound:
         raise PublicationError(
             f"{name} is {value:.3g} at version {version}, above train.parity_bound (={bound:g}): the weights were "

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from molt.algo.passk import pass_at_k
 from molt.config import EvalConfig, RolloutConfig
 from molt.rollout.producer import RunnerPool
-from molt.rollout.runner_worker import GroupTask
+from molt.rollout.runner_worker import GroupTask, group_task
 from molt.types import InfraFailure, Metric, Prompt, RolloutInfo
 
 EPOCH = -1
@@ -24,7 +24,7 @@ async def evaluate(
     rollout get the same seed every time.
     """
     n = config.n_samples_per_prompt or rollout.n_samples_per_prompt
-    tasks = [_task(prompt, n, rollout, config) for prompt in prompts]
+    tasks = [group_task(prompt, rollout, config) for prompt in prompts]
     in_flight = (rollout.vllm_generate_batch_size or rollout.batch_size) * rollout.n_samples_per_prompt
     limit = asyncio.Semaphore(max(1, in_flight // n))
 
@@ -41,17 +41,6 @@ async def evaluate(
     for prompt, rollouts in zip(prompts, results, strict=True):
         by_source[prompt.data_source].append(rollouts)
     return {f"eval/{source}/{k}": v for source, groups in by_source.items() for k, v in _score(groups, n).items()}
-
-
-def _task(prompt: Prompt, n: int, rollout: RolloutConfig, config: EvalConfig) -> GroupTask:
-    return GroupTask(
-        prompt=prompt,
-        n=n,
-        temperature=rollout.temperature if config.temperature is None else config.temperature,
-        top_p=rollout.top_p if config.top_p is None else config.top_p,
-        top_k=rollout.top_k,
-        max_new_tokens=config.max_new_tokens or rollout.max_new_tokens,
-    )
 
 
 def _score(groups: Sequence[Sequence[RolloutInfo]], n: int) -> dict[str, Metric]:

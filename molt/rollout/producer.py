@@ -22,7 +22,7 @@ from molt.data.prompts import PromptStream
 from molt.data.rows import UnusableRow
 from molt.errors import FailureRateError, MoltError, StalledError
 from molt.rollout.admission import may_start, select_batch
-from molt.rollout.runner_worker import GroupResult, GroupTask
+from molt.rollout.runner_worker import GroupResult, GroupTask, group_task
 from molt.types import Group, InfraFailure, Metric, Prompt, Sample
 
 MIN_ATTEMPTS = 50
@@ -269,17 +269,8 @@ class Producer:
         return None
 
     async def _fill(self, group: Group) -> None:
-        config = self.config
-        task = GroupTask(
-            group.prompt,
-            config.n_samples_per_prompt,
-            config.temperature,
-            config.top_p,
-            config.top_k,
-            config.max_new_tokens,
-        )
         try:
-            result, samples = await self.runners.run_group(task)
+            result, samples = await self.runners.run_group(group_task(group.prompt, self.config))
         except InfraFailure as failure:
             self._count(group, None, [failure], good=False)
             self._discard(group, failure.reason, failure.detail, lost=True)

@@ -15,7 +15,7 @@ import ray
 from molt.agents.load import load_runner
 from molt.agents.step_runner import Episode, EpisodeContext
 from molt.chat.render import load_renderer
-from molt.config import PromptDataConfig, RolloutConfig
+from molt.config import EvalConfig, PromptDataConfig, RolloutConfig
 from molt.data.rows import UnusableRow
 from molt.rollout.engine_worker import Sampling
 from molt.rollout.pool import EnginePool
@@ -44,6 +44,15 @@ class GroupTask:
     top_p: float
     top_k: int
     max_new_tokens: int | None
+
+
+SAMPLING = ("n_samples_per_prompt", "temperature", "top_p", "top_k", "max_new_tokens")
+
+
+def group_task(prompt: Prompt, rollout: RolloutConfig, overrides: EvalConfig | None = None) -> GroupTask:
+    """The rollouts of `prompt` as `rollout` says, where `overrides` does not say otherwise."""
+    chosen = ((getattr(overrides, name, None), getattr(rollout, name)) for name in SAMPLING)
+    return GroupTask(prompt, *(default if value is None else value for value, default in chosen))
 
 
 @dataclass(frozen=True)
@@ -139,11 +148,9 @@ class AgentHost:
                 return await self.runner.run(context)
         except InfraFailure:
             raise
-        except asyncio.CancelledError:
+        except (Exception, asyncio.CancelledError) as error:  # fault boundary: one rollout
             if asyncio.current_task().cancelling():
-                raise
-            raise InfraFailure("CancelledError", "the agent awaited something that it had cancelled") from None
-        except Exception as error:  # fault boundary: one rollout
+                raise  # somebody wants this task to end; otherwise the agent met a cancellation of its own
             if isinstance(error, TimeoutError) and deadline.expired():  # not a time limit of the agent's own
                 detail = f"no end within rollout.timeout_s (={self.settings.rollout.timeout_s:g})"
                 raise InfraFailure("timeout", detail) from None

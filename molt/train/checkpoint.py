@@ -72,10 +72,12 @@ def commit(tmp: Path) -> Path:
     _fsync(tmp / MANIFEST)
     _fsync(tmp)
     final = tmp.with_suffix("")
+    old = tmp.with_suffix(".old.tmp")
     if final.exists():
-        shutil.rmtree(final)
+        final.rename(old)
     tmp.rename(final)
     _fsync(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
     return final
 
 
@@ -122,9 +124,11 @@ def latest_checkpoint(directory: Path) -> Path | None:
 
 def prune(directory: Path, max_num: int) -> None:
     """Remove the oldest complete checkpoints beyond `max_num` (>= 1), and what killed saves left; one process."""
-    for path in [path for path in _candidates(directory) if _defect(path) is None][max_num:]:
-        (path / MANIFEST).unlink()  # torn from here on, should we die while removing
-        shutil.rmtree(path)
+    kept = [path for path in _candidates(directory) if _defect(path) is None][:max_num]
+    for path in _candidates(directory):
+        if checkpoint_step(path) < checkpoint_step(kept[-1]):
+            (path / MANIFEST).unlink(missing_ok=True)  # torn from here on, should we die while removing
+            shutil.rmtree(path)
     for path in directory.glob("step_*.tmp"):
         shutil.rmtree(path)
 

@@ -145,8 +145,15 @@ def test_out_of_context_is_scored_with_what_was_earned_and_truncated():
     episode = run(env, Script("a"), max_len=PROMPT_LENGTH + 10)
     assert episode.outcome == Scored(0.5, 0.5) and episode.truncated and len(episode.turns) == 1
     assert env.closed == 1
-    episode = run(scripted(), Script(), max_len=PROMPT_LENGTH)  # not even a first turn
-    assert episode.outcome == Scored(0.0, 0.0) and episode.truncated and episode.turns == []
+
+
+def test_a_prompt_that_leaves_no_room_for_a_first_turn_says_nothing_about_the_policy():
+    env = scripted()
+    with pytest.raises(InfraFailure) as failure:
+        run(env, Script(), max_len=PROMPT_LENGTH)
+    assert failure.value.reason == "prompt_too_long"
+    assert failure.value.detail == "reset left a prompt of 21 tokens, data.max_len is 21"
+    assert env.closed == 1
 
 
 @pytest.mark.parametrize(
@@ -205,6 +212,18 @@ def test_what_the_env_raises_passes_through_and_it_is_closed():
     with pytest.raises(KeyError, match="sandbox"):
         run(env, Script("a"))
     assert env.closed == 1
+
+
+def test_close_has_a_deadline(monkeypatch):
+    class Stuck(Scripted):
+        results = [Result(1.0)]
+
+        async def close(self):
+            await asyncio.sleep(60)
+
+    monkeypatch.setattr("molt.agents.step_runner.CLOSE_S", 0.05)
+    with pytest.raises(TimeoutError):
+        run(Stuck, Script("a"))
 
 
 def test_score_defaults_to_the_episodes_reward_and_the_last_one_given_stands():

@@ -216,16 +216,38 @@ def test_an_output_dir_that_cannot_be_written(tmp_path, monkeypatch):
         check.check_output_dir(CkptConfig(output_dir=tmp_path / "out"))
 
 
-def test_it_takes_seconds_and_no_engine(run):
-    code = (
-        "import sys; from molt.cli.main import main; "
-        f"rc = main(['check', *{RL.split()!r}]); "
-        "print(rc, [m for m in ('vllm', 'ray', 'nemo_automodel') if m in sys.modules])"
-    )
+RUN_AND_LOOK = """
+import atexit, runpy, sys
+atexit.register(lambda: print([name for name in ("vllm", "ray", "nemo_automodel") if name in sys.modules]))
+del sys.argv[0]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+CHECK, RUN, MODULE = ["molt", "check", "rl"], ["molt", "rl"], ["molt.cli.train_rl_ray"]
+NO_COLUMN = ["`data.label_key` (=lable)", "no row could be used", "Did you mean 'label'?"]
+NO_BASELINE = ["(=1)", "every advantage would be 0", "Use --rollout.n_samples_per_prompt 8"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "extra", "code", "parts"),
+    [
+        (CHECK, "", 0, ["20 of the first 20 rows can be used"]),
+        (CHECK, "--data.label_key lable", 1, NO_COLUMN),
+        (RUN, "--data.label_key lable", 1, NO_COLUMN),
+        (MODULE, "--data.label_key lable", 1, NO_COLUMN),
+        (RUN, "--rollout.n_samples_per_prompt 1 --algo.advantage.estimator rloo", 1, NO_BASELINE),
+    ],
+    ids=["good", "check", "rl", "module", "rl: a rule"],
+)
+def test_every_entry_checks_within_seconds_before_ray_or_an_engine_is_imported(entry, extra, code, parts, run):
+    command = [sys.executable, "-c", RUN_AND_LOOK, *entry, *RL.split(), *extra.split()]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert done.stdout.splitlines()[-1] == "0 []", done.stdout + done.stderr
+    shown = done.stdout + done.stderr
+    assert done.returncode == code, shown
+    assert done.stdout.splitlines()[-1] == "[]", shown
+    assert all(part in shown for part in parts) and "Traceback" not in shown, shown
+    assert not (run / "ckpt").exists(), "it wrote something"
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    assert seconds < 10, f"molt check took {seconds:.1f} CPU-seconds"
+    assert seconds < 10, f"{' '.join(entry)} took {seconds:.1f} CPU-seconds"

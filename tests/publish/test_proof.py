@@ -9,7 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molt.errors import PublicationError
-from molt.publish.proof import Receipt, check_digests, check_probe, check_transport, checksum, combine, compare_probe
+from molt.publish.proof import (
+    Receipt,
+    check_digests,
+    check_in_use,
+    check_probe,
+    check_transport,
+    checksum,
+    combine,
+    compare_probe,
+)
 from molt.types import Metric
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.int64, torch.bool]
@@ -137,13 +146,24 @@ def test_the_engine_that_holds_other_weights_is_named():
         check_digests(good, 1)
 
 
+@pytest.mark.parametrize("held", [[(5, 6), (5, 6)], [(5, 6), (7, 8)], []])
+def test_weights_that_changed_with_the_trainers_are_in_use(held):
+    check_in_use((1, 2), held)
+
+
+def test_an_engine_that_still_holds_what_it_held_is_named():
+    with pytest.raises(PublicationError, match=r"engine worker 1: .*received, not in use.*\(digest 0+7\).*old policy"):
+        check_in_use((1, 2), [(5, 6), (7, 7)])
+    check_in_use((1, 1), [(5, 5), (7, 7)])  # published again without a step: nothing has to change
+
+
 def test_the_probe_by_hand():
     trainer = [np.array([0.0, -1.0, -2.0], np.float32), np.array([0.0, -3.0], np.float32)]
-    engine = [np.array([0.0, -1.5, -2.0], np.float32), np.array([0.0, -2.75], np.float32)]
-    # |0|, |0.5|, |0|, |0|, |0.25|: max 0.5, mean 0.75 / 5 = 0.15
+    engine = [np.array([9.0, -1.5, -2.0], np.float32), np.array([0.0, -2.75], np.float32)]
+    # The first of each is no log-prob. |0.5|, |0|, |0.25|: max 0.5, mean 0.75 / 3 = 0.25
     metrics = compare_probe(trainer, engine)
-    assert metrics == {"mismatch/abs_max": Metric(0.5), "mismatch/abs_mean": Metric(0.75, 5)}
-    for bound, use_max, passes in ((0.5, True, True), (0.4, True, False), (0.16, False, True), (0.14, False, False)):
+    assert metrics == {"mismatch/abs_max": Metric(0.5), "mismatch/abs_mean": Metric(0.75, 3)}
+    for bound, use_max, passes in ((0.5, True, True), (0.4, True, False), (0.26, False, True), (0.24, False, False)):
         if passes:
             check_probe(metrics, bound=bound, use_max=use_max, version=7)
         else:

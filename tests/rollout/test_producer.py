@@ -126,6 +126,10 @@ class Running:
         await settle()
         return [group.prompt.position for group in groups]
 
+    @property
+    def discarded(self):
+        return Counter(fields["reason"] for kind, fields in self.events if kind == "group_discarded")
+
     def count(self, name):
         return sum(m[name].total for m in self.producer.metrics if name in m)
 
@@ -189,7 +193,7 @@ def test_a_lost_rollout_discards_its_group_and_the_next_prompt_takes_its_place()
             assert run.runners.started == [0, 1, 2, 3, 4]
             await run.runners.end(0, 4)
             assert await run.train() == [0, 4]
-            assert run.producer.discarded == {"timeout": 1}
+            assert run.discarded == {"timeout": 1}
             assert run.count("faults/discarded_groups") == 1
             assert ("group_discarded", {"group": "0:1", "reason": "timeout", "detail": "no end"}) in run.events
 
@@ -209,7 +213,7 @@ def test_failures_are_counted_by_reason_also_those_that_a_retry_made_good():
                 "timeout": 1,
                 "runner": 1,
             }
-            assert run.producer.discarded == {"timeout": 1, "runner": 1}
+            assert run.discarded == {"timeout": 1, "runner": 1}
             assert Counter(f["reason"] for kind, f in run.events if kind == "rollout_failed") == {
                 "engine": 2,
                 "KeyError": 2,
@@ -228,7 +232,7 @@ def test_a_policy_failure_is_a_result_like_any_other():
         async with Running(Stream(2), max_failure_rate=0.0) as run:
             await run.runners.end(0, 1, outcomes=(PolicyFailure(0.0), PolicyFailure(0.0)))
             assert await run.train() == [0, 1]
-            assert not run.producer.discarded
+            assert not run.discarded
 
     check(main())
 
@@ -252,9 +256,26 @@ def test_too_many_failures_stop_the_run_at_the_next_batch_with_the_table_of_reas
             with pytest.raises(FailureRateError):
                 await run.batch()  # and at every later one
             # Nothing is lost: what was running starts again on resume, with the group whose failure stopped the run.
-            # 8 of 10 slots were running.
-            assert run.producer.ledger()["in_flight"] == list(range(2 + few, 2 + few + 8))
+            # 8 of 10 slots were running. After them come the prompts that were lost.
+            assert run.producer.ledger()["in_flight"] == [*range(2 + few, 2 + few + 8), *range(2, 2 + few)]
             assert [g.prompt.position for g in run.producer.finished_groups()] == [0, 1]
+
+    check(main())
+
+
+def test_lost_prompts_are_in_the_ledger_only_of_a_run_that_stops_because_of_them():
+    async def main():
+        async with Running(Stream(5, unusable=frozenset({0})), max_failure_rate=0.3) as run:
+            await run.runners.end(1)
+            await run.runners.unusable(2, "prompt of 900 tokens leaves no room")  # no second chance changes that
+            await run.runners.end(3, outcomes=(GOOD, InfraFailure("timeout")))
+            assert run.discarded == {"unusable_row": 1, "prompt_too_long": 1, "timeout": 1}
+            assert [prompt.position for prompt in run.producer.lost] == [3]
+            assert run.producer.ledger() == {"position": 5, "in_flight": [4]}
+            await run.runners.fail(4, InfraFailure("runner", "died"))
+            with pytest.raises(FailureRateError, match="2 of the last 5"):  # group 1: 2 good, 3: 1 and 1, 4: 1
+                await run.batch()
+            assert run.producer.ledger() == {"position": 5, "in_flight": [3, 4]}
 
     check(main())
 
@@ -266,7 +287,7 @@ def test_unusable_rows_and_prompts_are_skipped_and_counted():
             await run.runners.unusable(3, "prompt of 900 tokens leaves no room")
             await run.runners.end(1, 4)
             assert await run.train() == [1, 4]
-            assert run.producer.discarded == {"unusable_row": 2, "prompt_too_long": 1}
+            assert run.discarded == {"unusable_row": 2, "prompt_too_long": 1}
             assert run.count("faults/discarded_groups") == 3
             details = {f["detail"] for kind, f in run.events if kind == "group_discarded"}
             assert details == {"whose `input` is empty", "prompt of 900 tokens leaves no room"}

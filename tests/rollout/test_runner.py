@@ -4,10 +4,12 @@ What is faked is the seam to the engine actors, `engine.generate.remote(...)`.
 """
 
 import asyncio
+import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import ray
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +17,7 @@ from molt.config import PromptDataConfig, RolloutConfig
 from molt.errors import EngineError
 from molt.rollout.engine_worker import Sampling
 from molt.rollout.pool import MAX_ATTEMPTS, EnginePool
+from molt.rollout.producer import RunnerPool
 from molt.rollout.runner_worker import AgentHost, GroupTask, RunnerSettings, seed_of
 from molt.types import InfraFailure, PolicyFailure, Prompt, Scored, Turn
 from tests.tiny import END_ID
@@ -33,8 +36,21 @@ class Flaky(InfraFailure):
 class Faulty(Env):
     failed = 0
 
+    async def reset(self, state):
+        self.label = state["label"]
+        await self.hang("reset")
+        return state
+
+    async def close(self):
+        await self.hang("close")
+
+    async def hang(self, where):
+        if self.label and self.label.startswith("hang in ") and where in self.label:
+            await asyncio.sleep(60)
+
     async def step(self, state):
         what = state["label"]
+        await self.hang("step")
         if what == "hang":
             await asyncio.sleep(60)
         if what == "hang with a limit of its own":
@@ -42,6 +58,11 @@ class Faulty(Env):
         if what == "sometimes" and Faulty.failed < 2:
             Faulty.failed += 1
             raise Flaky()
+        if what == "awaits what it cancelled" or (what == "the first does" and not Faulty.failed):
+            Faulty.failed += 1
+            other = asyncio.ensure_future(asyncio.sleep(60))
+            other.cancel()
+            await other
         if what == "always":
             raise KeyError("grader")
         if what == "nonsense":
@@ -170,17 +191,51 @@ def test_a_failed_attempt_is_made_again_and_remembered(host):
         ("nan", "reward_not_finite", "reward nan"),
         ("hang", "timeout", "no end within rollout.timeout_s (=0.05)"),
         ("hang with a limit of its own", "TimeoutError", "TimeoutError() at "),
+        ("awaits what it cancelled", "CancelledError", "CancelledError()"),
     ],
 )
 def test_a_rollout_that_fails_for_good_has_no_reward_and_no_samples(host, what, reason, detail):
     engine = FakeEngine()
-    result, samples = run_group(host(engine, timeout_s=0.05), what, n=1)
+    result, samples = run_group(host(engine, timeout_s=0.05 if what == "hang" else 5.0), what, n=1)
     (rollout,) = result.rollouts
     assert isinstance(rollout.outcome, InfraFailure) and rollout.outcome.reason == reason
     assert detail in rollout.outcome.detail
     assert [f.reason for f in rollout.failures] == [reason] * 2  # and the third attempt is the outcome
     assert samples == [[]] and rollout.samples == () and rollout.turns == 0
     assert len(engine.calls) == 3
+
+
+@pytest.mark.parametrize("what", ["hang in reset and close", "hang in step and close", "hang in close"])
+def test_an_env_that_does_not_close_either_ends_soon_after_the_deadline(host, monkeypatch, what):
+    monkeypatch.setattr("molt.agents.step_runner.CLOSE_S", 0.2)
+    alone = what == "hang in close"  # then there is no deadline but that of `close`
+    started = time.monotonic()
+    result, samples = run_group(host(FakeEngine(), timeout_s=30 if alone else 0.2, max_retries=0), what, n=2)
+    assert time.monotonic() - started < 5
+    assert [r.outcome.reason for r in result.rollouts] == ["TimeoutError" if alone else "timeout"] * 2
+    assert all(isinstance(r.outcome, InfraFailure) for r in result.rollouts) and samples == [[], []]
+
+
+def test_a_cancellation_that_leaks_out_of_an_agent_leaves_its_siblings_alone(host):
+    result, samples = run_group(host(FakeEngine(), max_retries=0), "the first does", n=3)
+    assert sorted(type(r.outcome).__name__ for r in result.rollouts) == ["InfraFailure", "Scored", "Scored"]
+    assert sorted(len(segments) for segments in samples) == [0, 1, 1]
+
+
+def test_a_group_that_is_cancelled_ends_and_makes_no_further_attempt(host):
+    engine = FakeEngine()
+
+    async def main():
+        hosted = host(engine, timeout_s=30)
+        group = asyncio.create_task(hosted.run_group(task("hang")))
+        while len(engine.calls) < 3 or any(hosted.pool.in_flight):  # until all of them are in `step`
+            await asyncio.sleep(0)
+        group.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(group, 5)
+        assert len(engine.calls) == 3
+
+    asyncio.run(main())
 
 
 def test_no_retries(host):
@@ -254,5 +309,46 @@ def test_new_rollouts_go_to_the_engine_with_the_fewest_calls_and_stay_there():
             engine.holds = False
         await asyncio.gather(*calls)
         assert pool.in_flight == [0, 0]
+
+    asyncio.run(main())
+
+
+@ray.remote
+class Waiting:
+    """A runner whose group never ends."""
+
+    started = cancelled = 0
+
+    async def run_group(self, task):
+        self.started += 1
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+
+    async def seen(self):
+        return self.started, self.cancelled
+
+
+@pytest.mark.ray
+def test_a_group_that_nobody_waits_for_is_cancelled_in_its_runner_too(ray_session):
+    async def main():
+        pool = RunnerPool(lambda name: Waiting.options(num_cpus=0).remote(), 1, deadline_s=60, attempts=1)
+        (runner,) = pool.runners
+
+        async def until(started, cancelled):
+            async with asyncio.timeout(60):
+                while await runner.seen.remote() != (started, cancelled):
+                    await asyncio.sleep(0.02)
+
+        group = asyncio.create_task(pool.run_group(task()))
+        await until(1, 0)
+        group.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await group
+        await until(1, 1)
+        assert pool.in_flight == [0] and pool.runners == [runner]
+        ray.kill(runner)
 
     asyncio.run(main())

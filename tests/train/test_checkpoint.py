@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from molt.train.checkpoint import (
     latest_checkpoint,
     load_checkpoint,
     prune,
+    require_same_run,
     temporary,
     write_part,
 )
@@ -103,6 +105,20 @@ def test_one_rank_saves_and_two_resume(tiny, mesh, tmp_path):
         assert_identical(state, alone)
 
 
+def test_resuming_keeps_the_place_in_the_schedule_and_takes_the_new_rate(tiny, mesh, tmp_path):
+    parts = trainer(tiny, mesh, lr=1e-2)
+    train(mesh, parts, [0, 1])
+    path = save_checkpoint(tmp_path, 2, *parts, {})
+    assert json.loads((path / "trainer.json").read_text()) == {"optimizer_steps": 2}
+    model, optimizer, scheduler = trainer(tiny, mesh, lr=4e-3)
+    load_checkpoint(path, model, optimizer, scheduler)
+    expected = [4e-3 * scheduler.lr_lambdas[0](step) for step in (2, 3)]
+    assert [group["lr"] for group in optimizer.param_groups] == [expected[0]] * 2
+    train(mesh, (model, optimizer, scheduler), [2])
+    assert [group["lr"] for group in optimizer.param_groups] == [expected[1]] * 2
+    assert 0 < expected[1] < expected[0] < 4e-3  # a cosine that goes on
+
+
 @pytest.fixture
 def two_saved(tiny, mesh, tmp_path):
     parts = trainer(tiny, mesh)
@@ -160,13 +176,40 @@ def test_saving_a_step_again_replaces_it(two_saved):
     assert not (paths[1] / "old").exists()
 
 
+def complete(directory, step):
+    """A checkpoint directory that `_defect` finds nothing wrong with."""
+    path = directory / f"step_{step:06d}"
+    path.mkdir()
+    (path / "manifest.json").write_text('{"files": {}}')
+    return path
+
+
 @pytest.mark.parametrize("kept", [1, 3, 9])
 def test_retention_removes_the_oldest(tmp_path, kept):
-    paths = [tmp_path / f"step_{step:06d}" for step in (2, 10, 100, 1000)]
-    for path in paths:
-        path.mkdir()
+    paths = [complete(tmp_path, step) for step in (2, 10, 100, 1000)]
     prune(tmp_path, kept)
     assert sorted(tmp_path.iterdir()) == paths[-kept:]
+
+
+def test_torn_checkpoints_do_not_count_and_stale_temporary_ones_go(tmp_path):
+    paths = [complete(tmp_path, step) for step in (1, 2, 3, 4)]
+    (paths[3] / "manifest.json").unlink()
+    temporary(tmp_path, 5).mkdir()
+    (temporary(tmp_path, 5) / "trainer.json").touch()
+    prune(tmp_path, 2)
+    assert [path for path in sorted(tmp_path.iterdir()) if path != paths[3]] == paths[1:3]
+    with pytest.warns(UserWarning, match="step_000004 is torn"):
+        assert latest_checkpoint(tmp_path) == paths[2]
+
+
+def test_a_position_in_other_data_is_refused():
+    require_same_run(Path("c/step_000002"), {"rows": 20, "seed": 1}, {"seed": 1, "rows": 20})
+    with pytest.raises(CheckpointError) as error:
+        require_same_run(Path("c/step_000002"), {"rows": 20, "seed": 1}, {"rows": 21, "seed": 1})
+    assert str(error.value) == (
+        "checkpoint c/step_000002 was made with {'rows': 20, 'seed': 1}, this run has {'rows': 21, 'seed': 1}: it "
+        "would repeat or skip rows. Resume with the settings of that run, or use another --ckpt.output_dir."
+    )
 
 
 def test_a_checkpoint_of_another_model_is_refused(two_saved, mesh, tmp_path_factory):

@@ -210,9 +210,23 @@ def test_old_is_the_policy_that_the_batch_started_with(policy, epochs, steps):
     assert metrics["train/clip_fraction"].total > 0  # the weights really moved in between
 
 
+@pytest.mark.parametrize(("epochs", "steps", "forwards"), [
+    (1, (((0, 1), (2, 3)),), 2),  # one step: old is current
+    (1, (((0, 1), (2,)), ((3,),)), 3 + 1),  # the second step alone needs old log-probs
+    (2, (((0, 1), (2,)), ((3,),)), 6 + 3),  # in the second epoch every step does
+])  # fmt: skip
+def test_old_logprobs_are_computed_only_where_the_weights_have_moved(policy, epochs, steps, forwards):
+    samples, ours, done = make_samples(), policy(epochs=epochs), []
+    ours.model.register_forward_hook(lambda *_: done.append(1))
+    ours.train(make_plan(samples, steps), samples, version=6)
+    assert len(done) == forwards
+
+
 def test_reinforce_is_whitened_over_the_whole_training_batch_and_not_per_step(policy):
     samples = make_samples()
     plan = make_plan(samples, (((0, 1),), ((2, 3),)))
+    # A token estimator gets no advantage of the rollout, and reads the reward.
+    plan = [[[replace(task, advantage=None) for task in batch] for batch in step] for step in plan]
     ours = policy(advantage=AdvantageConfig(estimator="reinforce", gamma=1.0))
     spread = ours._advantages(plan, samples)
     # gamma 1: every token of a rollout has its reward; 6, 11, 3, 8 tokens of 1, 0, 2, -1.

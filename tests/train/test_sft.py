@@ -87,7 +87,7 @@ def test_resuming_with_another_order_of_the_data_is_refused(config):
     short = replace(config, train=replace(config.train, max_steps=1))
     run_sft(short)
     other = replace(short, train=replace(short.train, seed=1), ckpt=replace(config.ckpt, load_enable=True))
-    with pytest.raises(CheckpointError, match="repeat or skip conversations"):
+    with pytest.raises(CheckpointError, match="repeat or skip rows"):
         run_sft(other)
 
 

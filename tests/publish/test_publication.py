@@ -1,0 +1,98 @@
+"""`Publisher` over a fake trainer and fake engines: the order of a publication, and what it remembers."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from molt.errors import PublicationError
+from molt.publish.proof import Receipt
+from molt.publish.publication import Publisher
+from molt.report.metrics import values
+
+PROBE = [[5, 6, 7], [8, 9]]
+
+
+class World:
+    """A trainer of one weight, and two engines that hold what they are sent unless told otherwise."""
+
+    def __init__(self):
+        self.weight, self.sent, self.held = 1, 0, [0, 0]
+        self.deaf: set[int] = set()
+        self.calls: list[str] = []
+        self.gap = 0.0
+
+    async def send_weights(self):
+        self.calls.append("send")
+        self.sent = self.weight
+        return {"w": self.sent}
+
+    async def commit(self, version):
+        self.calls.append("commit")
+        self.held = [held if i in self.deaf else self.sent for i, held in enumerate(self.held)]
+        return [Receipt(str(version), {"w": self.sent}, 1000 + held) for held in self.held]
+
+
+class Trainer:
+    def __init__(self, world):
+        self.world, self.send_weights = world, world.send_weights
+
+    async def score(self, sequences):
+        assert sequences == PROBE and self.world.calls[-2:] == ["send", "commit"]
+        return [np.zeros(len(ids), np.float32) for ids in sequences]
+
+
+class Engines:
+    def __init__(self, world):
+        self.world, self.commit = world, world.commit
+
+    async def score(self, sequences):
+        return [[np.full(len(ids), gap, np.float32) for ids in sequences] for gap in (0.0, self.world.gap)]
+
+
+@pytest.fixture
+def world():
+    return World()
+
+
+@pytest.fixture
+def publisher(world):
+    return Publisher(Trainer(world), Engines(world), PROBE, bound=0.1, use_max=True, workers_per_engine=1)
+
+
+def test_digests_are_kept_from_one_publication_to_the_next(world, publisher):
+    assert publisher.digests is None
+    seen = []
+    for version, weight in enumerate([1, 2, 2, 3]):
+        world.weight = weight
+        asyncio.run(publisher.publish(version))
+        seen.append(publisher.digests)
+    assert [digests[1:] for digests in seen] == [[1001, 1001], [1002, 1002], [1002, 1002], [1003, 1003]]
+    first, second, same, third = (digests[0] for digests in seen)
+    assert second == same and len({first, second, third}) == 3
+
+
+def test_weights_that_were_received_and_are_not_in_use_stop_the_run(world, publisher):
+    asyncio.run(publisher.publish(0))
+    world.deaf = {0, 1}  # all of them: their digests agree, and the probe of so small a step would too
+    asyncio.run(publisher.publish(1))  # the same weights again
+    world.weight = 2
+    with pytest.raises(PublicationError, match="engine worker 0: the weights were received, not in use"):
+        asyncio.run(publisher.publish(2))
+
+
+def test_one_engine_of_two_that_does_not_take_them_is_named(world, publisher):
+    asyncio.run(publisher.publish(0))
+    world.weight, world.deaf = 2, {1}
+    with pytest.raises(PublicationError, match="engine 1 holds other weights than engine 0"):
+        asyncio.run(publisher.publish(1))
+
+
+def test_the_mismatch_is_that_of_all_engines(world, publisher):
+    world.gap = 0.05
+    metrics = values(asyncio.run(publisher.publish(0)))
+    # 2 engines, 3 tokens with a log-prob: 3 x 0 and 3 x 0.05
+    assert metrics == pytest.approx({"mismatch/abs_max": 0.05, "mismatch/abs_mean": 0.15 / 6})
+    world.gap = 0.2  # of one engine: the maximum is not divided among the engines
+    with pytest.raises(PublicationError, match=r"mismatch/abs_max is 0.2 at version 1, above"):
+        asyncio.run(publisher.publish(1))
