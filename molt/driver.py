@@ -90,6 +90,9 @@ async def drive(config: RLConfig, engine_worker: Any = RolloutEngineWorker) -> N
         )
         if checkpoint:
             await run.records.restore(run, checkpoint)
+            print(f"resumed from {checkpoint}: {len(producer.finished_groups())} finished groups are in the buffer")
+        elif config.ckpt.load_enable:
+            print(f"no checkpoint in {config.ckpt.checkpoints}: starting from the beginning")
         _stop_on_signals(producer)
         await _whole(run)
 

@@ -194,6 +194,8 @@ def _engine_arguments(settings: EngineSettings):
     if cpu:
         # The CPU default block of 128 tokens keeps short prompts out of the prefix cache.
         extra = {"kv_cache_memory_bytes": CPU_KV_CACHE_BYTES, "block_size": 32}
+        # vLLM 0.32 dies when it splits the prefill of a seeded request: it rewinds a generator as only a GPU's can be.
+        extra |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, settings.max_model_len)}
         if settings.vllm.tensor_parallel_size == 1:
             extra["distributed_executor_backend"] = "uni"
     else:

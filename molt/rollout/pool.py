@@ -92,6 +92,7 @@ class EngineGroup:
                 return await asyncio.gather(*calls)
         except (TimeoutError, RayError) as error:
             raise EngineError(
-                f"an engine is dead or did not answer within {self.timeout_s:.0f} s ({error!r}): it cannot be given "
-                "weights, so the run stops. It resumes with --ckpt.load_enable."
+                f"an engine is dead, or did not answer within {self.timeout_s:.0f} s: the run stops. Mend what its "
+                "output says, then resume from the last checkpoint with --ckpt.load_enable. It said: "
+                f"{repr(error).strip().splitlines()[-1]}"
             ) from error

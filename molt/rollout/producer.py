@@ -114,7 +114,7 @@ class FailureWindow:
             raise FailureRateError(
                 f"{failed} of the last {len(self.recent)} rollout attempts failed, above rollout.max_failure_rate "
                 f"(={self.limit:g}). Training on would see a biased part of the task, so the run stops; nothing that "
-                f"failed was trained, and --ckpt.load_enable takes it up again. By reason:\n{table}"
+                f"failed was trained. Mend agent or engine, then resume with --ckpt.load_enable. By reason:\n{table}"
             )
 
 

@@ -85,8 +85,9 @@ class RayEngineClient:
             ray.get(calls, timeout=self.timeout_s)
         except RayError as error:
             raise PublicationError(
-                f"an engine did not take the weights within {self.timeout_s:.0f} s: {error}. It holds neither the old "
-                "policy nor the new one, so the run stops; it resumes with --ckpt.load_enable."
+                f"an engine is dead, or did not take the weights within {self.timeout_s:.0f} s: the run stops. Mend "
+                "what its output says, then resume from the last checkpoint with --ckpt.load_enable. It said: "
+                f"{str(error).strip().splitlines()[-1]}"
             ) from error
 
 

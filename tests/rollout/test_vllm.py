@@ -112,6 +112,14 @@ def test_a_seed_gives_the_same_tokens_again_and_another_seed_others(engine):
     assert not np.array_equal(first.token_ids, other.token_ids)
 
 
+def test_more_new_prompts_than_one_step_takes(engine):
+    """128 x 150 tokens: no prefill may be split, since vLLM on a CPU cannot rewind a seeded generator."""
+    calls = [
+        engine.generate.remote(f"many{i}", ids, sampling(i, max_tokens=4)) for i, ids in enumerate(prompts(128, 150))
+    ]
+    assert all(len(turn.token_ids) for turn in ray.get(calls, timeout=120))
+
+
 def test_score_equals_a_plain_forward(engine, model_dir):
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     for ids, scored in zip(prompts(3, 30), ray.get(engine.score.remote(prompts(3, 30)), timeout=60), strict=True):
