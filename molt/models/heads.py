@@ -4,11 +4,16 @@ Entry t is `log p(token_t | tokens before t)`: it is computed from the hidden st
 at t. The first token of a sequence has no condition and gets 0.
 
 [tokens, vocab] in float32 is never materialised: rows go through the head in chunks, in the forward
-and again in the backward pass, which recomputes the logits instead of keeping them.
+and again in the backward pass, which recomputes the logits instead of keeping them. The last chunk is
+kept, since backward begins with it: what fits in one chunk is computed once.
 """
 
 import torch
 from torch import Tensor
+
+BLOCKS = 16
+"""Everything but the matrix products goes over a chunk in so many blocks of rows: temporaries stay small, and on a
+CPU in the cache."""
 
 
 def _logits(hidden: Tensor, weight: Tensor, softcap: float | None, temperature: float) -> Tensor:
@@ -16,7 +21,25 @@ def _logits(hidden: Tensor, weight: Tensor, softcap: float | None, temperature: 
     logits = (hidden @ weight.t()).float()
     if softcap is not None:
         logits = logits.div_(softcap).tanh_().mul_(softcap)
-    return logits.div_(temperature)
+    return logits if temperature == 1 else logits.div_(temperature)
+
+
+def _lse_and_entropy(z: Tensor) -> tuple[Tensor, Tensor]:
+    """float32 [n] each: logsumexp(z), and the entropy of softmax(z), for z [n, V]."""
+    p = z.softmax(-1)
+    lse = z.amax(-1) - p.amax(-1).log()  # the largest p is 1 / sum(exp(z - max z))
+    return lse, lse - p.mul_(z).sum(-1)
+
+
+def _to_gradient(z: Tensor, lse: Tensor, token_ids: Tensor, grad: Tensor, cap: float | None, block: int) -> None:
+    """z [n, V] becomes, in place, grad * d logprob / d logits; cap: softcap / temperature."""
+    columns = (t.split(block) for t in (z, lse[:, None], token_ids[:, None], grad[:, None]))
+    for part, lse, token, weight in zip(*columns, strict=True):
+        slope = None if cap is None else 1 - (part / cap) ** 2  # tanh' = 1 - tanh²
+        # d logprob / dz = onehot(token) - softmax(z)
+        part.sub_(lse).exp_().mul_(-weight).scatter_add_(1, token, weight)
+        if slope is not None:
+            part.mul_(slope)
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
@@ -25,16 +48,15 @@ class _ChunkedLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, token_ids, temperature, softcap, chunk):
         logprobs = hidden.new_empty(len(hidden), dtype=torch.float32)
-        entropy, lse = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        entropy, lse, z = torch.empty_like(logprobs), torch.empty_like(logprobs), None
         for i in range(0, len(hidden), chunk):
-            rows = slice(i, i + chunk)
+            rows, z = slice(i, i + chunk), None  # the last chunk is freed before the next is made
             z = _logits(hidden[rows], weight, softcap, temperature)
-            lse[rows] = z.logsumexp(-1)
+            blocks = [_lse_and_entropy(block) for block in z.split(-(-chunk // BLOCKS))]
+            lse[rows], entropy[rows] = (torch.cat(parts) for parts in zip(*blocks, strict=True))
             logprobs[rows] = z.gather(1, token_ids[rows, None])[:, 0] - lse[rows]
-            p = (z - lse[rows, None]).exp_()
-            entropy[rows] = lse[rows] - p.mul_(z).sum(-1)
         ctx.save_for_backward(hidden, weight, token_ids, lse)
-        ctx.settings = (temperature, softcap, chunk)
+        ctx.last, ctx.settings = z, (temperature, softcap, chunk)
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
@@ -42,22 +64,22 @@ class _ChunkedLogProbs(torch.autograd.Function):
     def backward(ctx, grad, _):
         hidden, weight, token_ids, lse = ctx.saved_tensors
         temperature, softcap, chunk = ctx.settings
+        z, ctx.last = ctx.last, None  # overwritten below: another backward pass computes it again
+        cap, grad = None if softcap is None else softcap / temperature, grad / temperature
         # The weight's is summed in float32 whatever the compute dtype: there are many chunks.
         d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
-        for i in range(0, len(hidden), chunk):
+        for i in reversed(range(0, len(hidden), chunk)):
             rows = slice(i, i + chunk)
-            z = _logits(hidden[rows], weight, softcap, temperature)
-            # d logprob / dz = onehot(token) - softmax(z)
-            d = (z - lse[rows, None]).exp_().mul_(-grad[rows, None])
-            d.scatter_add_(1, token_ids[rows, None], grad[rows, None])
-            if softcap is not None:
-                d *= 1 - (z * (temperature / softcap)) ** 2  # tanh' = 1 - tanh²
-            d = d.div_(temperature).to(hidden.dtype)
+            if z is None:
+                z = _logits(hidden[rows], weight, softcap, temperature)
+            _to_gradient(z, lse[rows], token_ids[rows], grad[rows], cap, -(-chunk // BLOCKS))
+            d, z = z.to(hidden.dtype), None
             torch.mm(d, weight, out=d_hidden[rows])
             if d.dtype == torch.float32:
                 d_weight.addmm_(d.t(), hidden[rows])
             else:
                 d_weight += d.t() @ hidden[rows]
+            del d
         return d_hidden, d_weight.to(weight.dtype), None, None, None, None
 
 
@@ -83,7 +105,7 @@ def token_logprobs(
     Source: recomputed cross-entropy, Liger kernel, arXiv 2410.10989 (there fused with the loss; here per token).
     """
     if chunk_elements is None:  # large enough to keep the matrix units busy, small against the activations
-        chunk_elements = 2**22 if hidden.device.type == "cpu" else 2**26
+        chunk_elements = 2**25 if hidden.device.type == "cpu" else 2**26
     scored = torch.ones_like(token_ids, dtype=torch.bool) if needed is None else needed.clone()
     # The first token of a sequence has no condition.
     scored[(slice(None), 0) if cu_seqlens is None else (0, cu_seqlens[:-1].long())] = False

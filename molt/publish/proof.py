@@ -18,7 +18,7 @@ from molt.errors import PublicationError
 from molt.report.metrics import values
 from molt.types import Metric
 
-_CHUNK = 1 << 20
+_CHUNK = 1 << 18  # 2 MiB as int64: on a CPU it stays in the cache
 _MIX = 6364136223846793005  # Knuth's MMIX multiplier: odd, so multiplication mod 2^64 loses nothing
 _MASK = (1 << 64) - 1
 
@@ -38,7 +38,7 @@ class Receipt:
 def checksum(tensor: torch.Tensor) -> int:
     """A 64-bit position-weighted sum of a tensor's bits; runs on the tensor's own device.
 
-    `h <- h * MIX + sum_i (i + 1) * word_i (mod 2^64)` over chunks of 2^20 words, from a hash of dtype and
+    `h <- h * MIX + sum_i (i + 1) * word_i (mod 2^64)` over chunks of 2^18 words, from a hash of dtype and
     shape. So it changes when a bit changes, when elements swap places, and when either of these does.
     """
     flat = tensor.detach().contiguous().reshape(-1)
@@ -46,9 +46,10 @@ def checksum(tensor: torch.Tensor) -> int:
     words = flat.view(width)
     ramp = torch.arange(1, min(len(words), _CHUNK) + 1, device=flat.device)
     value = zlib.crc32(f"{tensor.dtype} {list(tensor.shape)}".encode())
-    for start in range(0, len(words), _CHUNK):
-        chunk = words[start : start + _CHUNK].to(torch.int64)
-        value = (value * _MIX + int((chunk * ramp[: len(chunk)]).sum())) & _MASK
+    # In place, so that a chunk takes one temporary; read once, so that a device is waited for once.
+    sums = [chunk.to(torch.int64).mul_(ramp[: len(chunk)]).sum() for chunk in words.split(_CHUNK)]
+    for chunk_sum in torch.stack(sums).tolist():
+        value = (value * _MIX + chunk_sum) & _MASK
     return value
 
 

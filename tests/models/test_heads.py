@@ -61,6 +61,15 @@ def test_only_needed_tokens_go_through_the_head(inputs):
         torch.testing.assert_close(grad, reference, atol=1e-5, rtol=1e-5)
 
 
+def test_a_second_backward_pass_gives_the_same_gradients(inputs):
+    """The first one overwrites the logits that the forward kept."""
+    hidden, weight, _, token_ids, upstream = inputs
+    got, _ = token_logprobs(hidden, weight, token_ids, None, chunk_elements=7 * VOCAB)
+    loss = (got * upstream).sum()
+    first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    assert all(map(torch.equal, first, torch.autograd.grad(loss, (hidden, weight))))
+
+
 def test_nothing_needed_still_has_a_backward_pass(inputs):
     hidden, weight, _, token_ids, _ = inputs
     got, _ = token_logprobs(hidden, weight, token_ids, None, needed=torch.zeros(3, 7, dtype=torch.bool))
