@@ -55,7 +55,9 @@ python=$(find_python)
 rm -f "$stamp"
 pip=(.venv/bin/python -m pip --disable-pip-version-check)
 phase "pip" "${pip[@]}" install -q --upgrade pip
-phase "packages (minutes on a fresh machine)" "${pip[@]}" install -q -c constraints/cpu.txt -e '.[cpu,dev]' || explain_torch
+phase "packages (minutes on a fresh machine)" "${pip[@]}" install -q -c constraints/cpu.txt -e '.[cpu,dev,examples]' || explain_torch
+# Its dependencies are CUDA builds that do not go with these; the classes that molt uses need none of them.
+phase "AutoModel" "${pip[@]}" install -q -c constraints/cpu.txt --no-deps nemo-automodel
 # They arrive as CUDA builds and break `import transformers` beside the CPU build of torch.
 phase "without torchvision, torchaudio, torchcodec" "${pip[@]}" uninstall -q -y torchvision torchaudio torchcodec
 phase "imports" .venv/bin/python -c 'import torch, transformers, ray, vllm, molt'

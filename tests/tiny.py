@@ -139,6 +139,51 @@ def tiny_qwen3(
         return Qwen3ForCausalLM(config).float().eval()
 
 
+def tiny_moe(kind: str = "qwen3_moe", vocab_size: int = len(SPECIALS) + len(ALPHABET), seed: int = 0, **settings):
+    """A random float32 mixture of 4 experts, top 2, with about 0.1M parameters.
+
+    kind: qwen3_moe; or deepseek_v3 (latent attention) or glm4_moe, whose first layer is dense and whose second has
+    a shared expert.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {
+        "qwen3_moe": {"num_experts": 4, "head_dim": 32, "num_key_value_heads": 1, "norm_topk_prob": True},
+        "glm4_moe": {"n_routed_experts": 4, "head_dim": 32, "num_key_value_heads": 1, "use_qk_norm": True},
+        "deepseek_v3": {
+            "n_routed_experts": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 32,
+            "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "num_key_value_heads": 2,
+        },
+    }[kind]  # fmt: skip
+    if kind != "qwen3_moe":
+        sizes |= {"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+    config = AutoConfig.for_model(
+        kind,
+        **{
+            "vocab_size": vocab_size,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "moe_intermediate_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_experts_per_tok": 2,
+            "max_position_embeddings": 2048,
+            "tie_word_embeddings": False,
+            "initializer_range": 64**-0.5,
+            "pad_token_id": PAD_ID,
+            "eos_token_id": END_ID,
+            "bos_token_id": None,
+            "dtype": "float32",
+            **sizes,
+            **settings,
+        },
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config).float().eval()
+
+
 def save_tiny(path: str | Path, model=None, tokenizer=None, **model_args) -> Path:
     """Save a model and its tokenizer as a Hugging Face directory; the defaults are the tiny ones."""
     tokenizer = tokenizer or char_tokenizer()

@@ -1,29 +1,42 @@
-"""A Hugging Face causal LM as a trainable, sharded `PolicyModel`. The only file that knows model back ends.
+"""A Hugging Face causal LM as a trainable, sharded `PolicyModel`; with `automodel.py` all that knows back ends.
 
 Masters are float32; compute runs in `fsdp.param_dtype`. Gradients are *summed* over ranks in float32:
 the loss of every rank already carries its weights of the whole step (`algo/reduce.py`), so nothing is
 averaged.
 """
 
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import is_flash_attn_2_available
 from transformers.utils.logging import disable_progress_bar
 
 import molt.models.attention  # noqa: F401  registers "varlen"
 from molt.config import FsdpConfig, ModelConfig
+from molt.data.hub import only_local
 from molt.errors import ConfigError, did_you_mean
+from molt.models import automodel
 from molt.models.forward import PolicyModel
 from molt.parallel.mesh import param_dtype
 
 ATTENTIONS = ("varlen", "sdpa", "eager")
 GPU_ATTENTIONS = ("flash_attention_2", "flash_attention_3")
+WHY_NO_ATTENTION = {
+    ("te", "cpu"): "it needs TransformerEngine, which runs on GPUs only",
+    ("flex", "cpu"): "FlexAttention has no backward pass there",
+    ("flex_attention", "cpu"): "FlexAttention has no backward pass there",
+}
+# Models whose attention has sinks: no configuration says so.
+SINKS = ("deepseek_v4", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash")
 # Scalings between the last hidden state and the logits that the head does not reproduce.
 LOGIT_SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier")
 
@@ -34,7 +47,7 @@ def attention_implementation(config: FsdpConfig, device: torch.device) -> str:
     if name == "auto":
         return "flash_attention_2" if device.type == "cuda" and is_flash_attn_2_available() else "varlen"
     if name not in known:
-        why = "it needs TransformerEngine, which runs on GPUs only" if name == "te" else "there is no such kernel"
+        why = WHY_NO_ATTENTION.get((name, device.type), "there is no such kernel")
         raise ConfigError(
             f"`fsdp.attn_implementation` (={name}) on {device.type}: {why}. "
             f"Use auto, or one of {', '.join(known)}.{did_you_mean(name, known)}"
@@ -42,17 +55,20 @@ def attention_implementation(config: FsdpConfig, device: torch.device) -> str:
     return name
 
 
-def load_config(path: str, max_len: int | None = None, flag: str = "model_name_or_path") -> PreTrainedConfig:
+def load_config(
+    path: str, max_len: int | None = None, flag: str = "model_name_or_path", fsdp: FsdpConfig | None = None
+) -> PreTrainedConfig:
     """The model's configuration, checked before any weight is read.
 
-    Raises `ConfigError` when there is no model at `path`, when it is not a causal LM that transformers itself
-    knows (code from a model directory is never run), or when `max_len` exceeds its context.
+    fsdp: how it would be trained; None: it is not. Raises `ConfigError` when there is no model at `path`, when it is
+    not a causal LM that transformers itself knows (code from a model directory is never run), when `max_len` exceeds
+    its context, or when it cannot be trained as `fsdp` says.
     """
     setting = f"`{flag}` (={path})"
     if not path or (path[0] in "/.~" and not Path(path).is_dir()):
         raise ConfigError(f"{setting}: no such directory, so there is nothing to train. Give a Hugging Face model.")
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=only_local(path))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{setting}: not a model that can be loaded ({str(error).splitlines()[0]}). "
@@ -73,7 +89,36 @@ def load_config(path: str, max_len: int | None = None, flag: str = "model_name_o
             f"`data.max_len` (={max_len}) is above the model's max_position_embeddings (={context}): it has never seen "
             f"such positions and engines refuse them. Use --data.max_len {context}."
         )
+    if fsdp is not None:
+        _refuse_attention_terms(config, fsdp, setting)
+        _refuse_backend(config, fsdp, setting)
     return config
+
+
+def _refuse_attention_terms(config: PreTrainedConfig, fsdp: FsdpConfig, setting: str) -> None:
+    cap = getattr(config, "attn_logit_softcapping", None)
+    if (cap or config.model_type in SINKS) and fsdp.attn_implementation != "eager":
+        term = f"caps its attention scores (attn_logit_softcapping {cap})" if cap else "has attention sinks"
+        raise ConfigError(
+            f"`fsdp.attn_implementation` (={fsdp.attn_implementation}): {setting} {term}, which only eager computes: "
+            "the log-probs would be those of another model. Use --fsdp.attn_implementation eager."
+        )
+
+
+def _refuse_backend(config: PreTrainedConfig, fsdp: FsdpConfig, setting: str) -> None:
+    obstacle = automodel.obstacle(config, fsdp.attn_implementation)
+    if fsdp.backend == "automodel" and obstacle:
+        raise ConfigError(
+            f"`fsdp.backend` (=automodel): {setting}: {obstacle}, so another model would be trained, or none. "
+            "Use --fsdp.backend auto, which takes transformers then."
+        )
+
+
+def uses_automodel(fsdp: FsdpConfig, config: PreTrainedConfig, device: torch.device, attention: str) -> bool:
+    """Whether AutoModel's class is built; `load_config` has refused what cannot be."""
+    if fsdp.backend == "auto":
+        return device.type == "cuda" and automodel.obstacle(config, attention) is None
+    return fsdp.backend == "automodel"
 
 
 def build_policy(
@@ -85,29 +130,60 @@ def build_policy(
 ) -> PolicyModel:
     """Load, prepare and shard the policy. Every rank of `mesh` calls it; each ends with its shard on `device`.
 
-    Raises `ConfigError` as `load_config` and `attention_implementation` do.
+    Raises `ConfigError` as `load_config` and `attention_implementation` do, and for a model that cannot be exported.
     """
-    attention = attention_implementation(fsdp_config, device)
-    config = load_config(model_config.model_name_or_path, max_len)
-    disable_progress_bar()
-    # On the host first: `fully_shard` moves one layer at a time, so a GPU never holds a whole float32 model.
-    causal_lm = AutoModelForCausalLM.from_pretrained(
-        model_config.model_name_or_path,
-        config=config,
-        dtype=torch.float32,
-        attn_implementation=attention,
-        trust_remote_code=False,
-    )
-    causal_lm.config.use_cache = False
+    path, attention = model_config.model_name_or_path, attention_implementation(fsdp_config, device)
+    config = load_config(path, max_len, fsdp=fsdp_config)
+    native = uses_automodel(fsdp_config, config, device, attention)
+    causal_lm = (automodel.build_empty if native else _from_transformers)(path, config, attention, device)
     _disable_dropout(causal_lm)
     if model_config.gradient_checkpoint == "full":
-        causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        _recompute_layers(causal_lm)
     dtype = param_dtype(fsdp_config, device)
-    model = PolicyModel(causal_lm, dtype).train()
-    if mesh.size() == 1 and dtype == torch.float32:
-        # One rank without mixed precision has nothing to shard or cast; FSDP would cost a tiny model 12-32 %.
-        return model.to(device)
-    return shard(model, mesh)
+    to_disk = automodel.to_disk(causal_lm) if native else _transformers_to_disk(causal_lm)
+    model = PolicyModel(causal_lm, dtype, to_disk).train()
+    # One rank without mixed precision has nothing to shard or cast; FSDP would cost a tiny model 12-32 %.
+    if mesh.size() > 1 or dtype != torch.float32:
+        shard(model, mesh)
+    if native:
+        automodel.load_weights(causal_lm, path, device)
+    return model.to(device)
+
+
+def _from_transformers(path: str, config: PreTrainedConfig, attention: str, device: torch.device) -> nn.Module:
+    # On the host first: `fully_shard` moves one layer at a time, so a GPU never holds a whole float32 model.
+    disable_progress_bar()
+    causal_lm = AutoModelForCausalLM.from_pretrained(
+        path, config=config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
+    )
+    causal_lm.config.use_cache = False
+    return causal_lm
+
+
+def _transformers_to_disk(causal_lm: nn.Module) -> Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]:
+    conversions = getattr(causal_lm, "_weight_conversions", None) or ()
+    if any(isinstance(c, WeightConverter) and len(c.target_patterns) > 1 for c in conversions):
+        raise ConfigError(
+            f"`model_name_or_path` (={causal_lm.config._name_or_path}): {type(causal_lm).__name__} splits tensors of "
+            "its files, and molt gathers one at a time, so it could not be published or exported. Use another model."
+        )
+    return lambda name, tensor: revert_weight_conversion(causal_lm, {name: tensor}).items()
+
+
+def _recompute_layers(causal_lm: nn.Module) -> None:
+    if isinstance(causal_lm, PreTrainedModel):
+        causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return
+    for layer in decoder_layers(causal_lm):
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+
+
+def decoder_layers(causal_lm: nn.Module) -> list[nn.Module]:
+    """What is sharded, and recomputed, as a whole."""
+    if not isinstance(causal_lm, PreTrainedModel):  # a MoE class of AutoModel
+        return list(causal_lm.model.layers.values())
+    names = causal_lm._no_split_modules or ()
+    return [module for module in causal_lm.modules() if type(module).__name__ in names]
 
 
 def _disable_dropout(model: nn.Module) -> None:
@@ -119,18 +195,16 @@ def _disable_dropout(model: nn.Module) -> None:
             module.attention_dropout = 0.0
 
 
-def shard(model: PolicyModel, mesh: DeviceMesh) -> PolicyModel:
+def shard(model: PolicyModel, mesh: DeviceMesh) -> None:
     """FSDP2 over each decoder layer and the root; gradients are summed over ranks in float32."""
     policy = MixedPrecisionPolicy(param_dtype=model.compute_dtype, reduce_dtype=torch.float32)
-    layers = set(model.causal_lm._no_split_modules or ())
-    modules = [m for m in model.modules() if type(m).__name__ in layers and m is not model] + [model]
+    modules = [*decoder_layers(model.causal_lm), model]
     for module in modules:
         fully_shard(module, mesh=mesh, mp_policy=policy)
     for module in modules:  # neither setting is recursive, and gloo needs the first for the second
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
     model.register_forward_hook(_reshard_without_backward)
-    return model
 
 
 def _reshard_without_backward(model: nn.Module, args: tuple, output: object) -> None:

@@ -1,0 +1,20 @@
+"""Whether the Hugging Face hub answers: what loads from it tries for half a minute before it says no."""
+
+from functools import cache
+from pathlib import Path
+
+TIMEOUT_S = 5.0
+
+
+@cache
+def only_local(model: str) -> bool:
+    """Whether a model can come only from a directory or the cache: `local_files_only` of transformers' loaders."""
+    from huggingface_hub import HfApi
+
+    if Path(model).exists():
+        return True
+    try:
+        HfApi().model_info(model, timeout=TIMEOUT_S)
+    except Exception:  # of many kinds, none of them lost: the loader says what it does not find
+        return True
+    return False

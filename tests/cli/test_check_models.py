@@ -1,0 +1,96 @@
+"""`molt check` on attention and model back ends: what could not be trained is refused before any weight is read."""
+
+import json
+from importlib.util import find_spec
+
+import pytest
+
+from molt.cli.main import main
+from tests.tiny import char_tokenizer
+
+COMMANDS = {
+    "rl": "rl --actor.model_name_or_path {model} --data.prompt_dataset prompts.jsonl --data.label_key label "
+    "--data.apply_chat_template --data.max_len 64 --train.agent_path agent.py --fsdp.device cpu "
+    "--rollout.batch_size 8 --rollout.n_samples_per_prompt 4 --vllm.num_engines 1",
+    "sft": "sft --model.model_name_or_path {model} --data.dataset prompts.jsonl --data.output_key label "
+    "--data.max_len 64 --fsdp.device cpu",
+}
+SIZES = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 99}
+
+
+def check(capsys, kind: str, flags: str, model: str = "model") -> tuple[int, list[str]]:
+    """The exit code, and the errors."""
+    code = main(["check", *COMMANDS[kind].format(model=model).split(), *flags.split()])
+    return code, [line for line in capsys.readouterr().out.splitlines() if line.startswith("error")]
+
+
+def model_of(run, kind: str, **config) -> str:
+    """A directory with a tokenizer and a configuration, and no weights."""
+    path = run / kind
+    char_tokenizer().save_pretrained(path)
+    (path / "config.json").write_text(json.dumps({"model_type": kind, **SIZES, **config}))
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", COMMANDS)
+@pytest.mark.parametrize(
+    ("flag", "why"), [("te", "it needs TransformerEngine"), ("flex_attention", "FlexAttention has no backward pass")]
+)
+def test_an_attention_of_gpus_is_refused_by_name(run, capsys, kind, flag, why):
+    code, errors = check(capsys, kind, f"--fsdp.attn_implementation {flag}")
+    assert code == 1 and len(errors) == 1
+    assert f"`fsdp.attn_implementation` (={flag}) on cpu: {why}" in errors[0] and "Use auto, or one of" in errors[0]
+
+
+@pytest.mark.parametrize("kind", COMMANDS)
+@pytest.mark.parametrize(
+    ("model", "config", "why"),
+    [
+        ("gemma2", {"architectures": ["Gemma2ForCausalLM"]}, "attn_logit_softcapping 50.0"),
+        ("gpt_oss", {"architectures": ["GptOssForCausalLM"]}, "has attention sinks"),
+    ],
+)
+def test_capped_scores_and_sinks_need_eager(run, capsys, kind, model, config, why):
+    path = model_of(run, model, **config)
+    code, errors = check(capsys, kind, "", path)
+    assert code == 1 and len(errors) == 1
+    for part in ("`fsdp.attn_implementation` (=auto)", why, "log-probs would be those of another model", "eager."):
+        assert part in errors[0]
+    assert check(capsys, kind, "--fsdp.attn_implementation eager", path)[1] == []
+
+
+def test_an_evaluation_trains_nothing_so_any_attention_will_do(run, capsys):
+    path = model_of(run, "gemma2", architectures=["Gemma2ForCausalLM"])
+    assert check(capsys, "rl", "--eval.eval_only --eval.dataset prompts.jsonl", path)[1] == []
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 512}
+MOE = {"architectures": ["Qwen3MoeForCausalLM"]}
+
+
+@pytest.mark.parametrize("kind", COMMANDS)
+@pytest.mark.parametrize(
+    ("model", "config", "flags", "why"),
+    [
+        ("gemma2", {"architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": None}, "", "none of its classes"),
+        ("qwen3_moe", MOE, "--fsdp.attn_implementation sdpa", "knows packing without a mask, which sdpa is not"),
+        ("qwen3_moe", MOE | {"tie_word_embeddings": True}, "", "ignores {'tie_word_embeddings': True}"),
+        ("qwen3_moe", MOE | {"use_sliding_window": True, "sliding_window": 8}, "", "ignores {'sliding_window': 8}"),
+        ("qwen3_moe", MOE | {"rope_parameters": YARN}, "", "computes other rotary embeddings than"),
+        ("deepseek_v3", {"architectures": ["DeepseekV3ForCausalLM"], "rope_parameters": YARN}, "", "other rotary"),
+    ],
+)
+def test_what_automodel_would_train_as_another_model_is_refused(run, capsys, kind, model, config, flags, why):
+    if find_spec("nemo_automodel") is None:
+        pytest.skip("nemo-automodel is not installed")
+    path = model_of(run, model, **config)
+    errors = check(capsys, kind, f"--fsdp.backend automodel {flags}", path)[1]
+    assert len(errors) == 1 and "`fsdp.backend` (=automodel)" in errors[0]
+    assert why in errors[0] and "Use --fsdp.backend auto" in errors[0]
+    assert check(capsys, kind, flags, path)[1] == [], "transformers trains it"
+
+
+def test_automodel_that_is_not_installed(run, capsys, monkeypatch):
+    monkeypatch.setattr("molt.models.automodel.find_spec", lambda name: None)
+    errors = check(capsys, "sft", "--fsdp.backend automodel")[1]
+    assert len(errors) == 1 and "not installed (pip install 'molt[automodel]')" in errors[0]
