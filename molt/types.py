@@ -40,6 +40,8 @@ class Prompt:
     """Plain text, or None for chat messages. Exactly one of the two is set."""
     label: Any = None
     data_source: str = ""
+    tools: list[dict[str, Any]] | None = None
+    """Tool schemas offered by the chat template, or None."""
 
     @property
     def group_id(self) -> str:
@@ -166,7 +168,7 @@ class Group:
 
     prompt: Prompt
     order: int
-    """Start order in the run; batches take finished groups oldest first."""
+    """Place of its prompt in the stream, the order of starting; batches take finished groups oldest first."""
     start_version: int
     """Version that was published when the group started: no token of it is older."""
     rollouts: list[RolloutInfo] | None = None

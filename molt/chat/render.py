@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from molt.data.hub import only_local
 from molt.data.rows import UnusableRow
 from molt.errors import ConfigError, DataError, did_you_mean
 from molt.types import Prompt
@@ -34,9 +35,8 @@ def load_tokenizer(model_name_or_path: str, chat_template: str | None, *, flag: 
             f"{did_you_mean(path.name, near)} Give a Hugging Face model directory or a hub name (org/name)."
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            path if path.exists() else model_name_or_path, trust_remote_code=False
-        )
+        name = str(path) if path.exists() else model_name_or_path
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=only_local(name))
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"`{flag}` (={model_name_or_path}): its tokenizer cannot be loaded ({str(error).splitlines()[0]}), so no "
@@ -123,7 +123,9 @@ class Renderer:
         """
         if not self._chat:
             return self.tokenizer(prompt.text).input_ids
-        return self._encode(render_text(self.tokenizer, prompt.messages, add_generation_prompt=True))
+        return self._encode(
+            render_text(self.tokenizer, prompt.messages, tools=prompt.tools, add_generation_prompt=True)
+        )
 
     def continuation_ids(self, generated_ids: list[int], observation: str) -> list[int]:
         """The ids to append to the model's exact turn so that the next user message is `observation`.

@@ -4,22 +4,23 @@ The token ids are those of the whole conversation, rendered and tokenised once. 
 template itself: an assistant turn is trained from the end of `render(messages before it, generation
 prompt)` to the end of the token that closes it (white space the template puts after it is not trained).
 So at inference the model is asked for exactly what it was trained on, and text that merely looks like an
-assistant's opener is never trained. A template with `{% generation %}` markers says it itself.
+assistant's opener is never trained. `{% generation %}` markers in a template can only take away from that.
+
+A template that does not close its turns (GLM) ends them with the special token that opens the next
+message: it is trained. The last turn of such a conversation has no end in the rendering, and learns none.
 
 Not here: truncation (it would train half a turn and no end), and masking by the pad id (some models pad
 with the token that ends a turn).
 """
 
-import json
 import re
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from molt.chat.render import render_text, require_template
+from molt.chat.render import ANSWER, render_text, require_template
 from molt.config_sft import SftDataConfig
-from molt.data.prompts import Message, as_messages
+from molt.data.prompts import Message, as_messages, as_tools
 from molt.data.rows import DropReport, Row, Rows, UnusableRow, require_column
 from molt.errors import DataError
 
@@ -51,12 +52,12 @@ def build_conversations(rows: Rows, config: SftDataConfig, tokenizer) -> tuple[l
         )
     for flag in ("input_key", "output_key", "tools_key"):
         if (column := getattr(config, flag)) is not None:
-            require_column(rows, column, f"data.{flag}")
-    closers = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} | {tokenizer.eos_token_id}
+            require_column(rows, column, f"data.{flag}", everywhere=flag != "tools_key")
+    specials = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     conversations, report = [], DropReport(len(rows))
     for i in range(len(rows)):
         try:
-            conversations.append(_conversation(rows[i], config, tokenizer, closers))
+            conversations.append(_conversation(rows[i], config, tokenizer, specials))
         except UnusableRow as error:
             report.add(i, error)
     if not conversations:
@@ -67,30 +68,28 @@ def build_conversations(rows: Rows, config: SftDataConfig, tokenizer) -> tuple[l
     return conversations, report
 
 
-def _conversation(row: Row, config: SftDataConfig, tokenizer, closers: set[int]) -> Conversation:
+def _conversation(row: Row, config: SftDataConfig, tokenizer, specials: set[int]) -> Conversation:
     messages, first = _messages(row, config)
-    tools = _tools(row.get(config.tools_key), config.tools_key) if config.tools_key else None
+    tools = as_tools(row.get(config.tools_key), config.tools_key) if config.tools_key else None
     turns = [i for i, message in enumerate(messages) if i >= first and message["role"] == "assistant"]
     if not turns:
         raise UnusableRow("without an assistant turn to train on")
     turns = turns[-1:] if config.train_on_last_turn_only else turns
-    turns = [i for i in turns if any(messages[i].get(key) for key in ("content", "tool_calls", "reasoning_content"))]
+    keys = ("content", "tool_calls", "reasoning_content")
+    turns = [i for i in turns if any(str(messages[i].get(key) or "").strip() for key in keys)]
     if not turns:
         raise UnusableRow("whose assistant turns are empty")
-    marked = bool(MARKERS.search(tokenizer.get_chat_template(tools=tools)))
-    spans_of = _marked_spans if marked else _turn_spans
-    text, spans = spans_of(tokenizer, messages, turns, tools)
+    text, spans, closed = _turn_spans(tokenizer, messages, turns, tools)
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ids, offsets = np.array(encoding.input_ids, dtype=np.int32), np.array(encoding.offset_mapping).reshape(-1, 2)
+    ids, chars = np.array(encoding.input_ids, dtype=np.int32), np.array(encoding.offset_mapping).reshape(-1, 2)
     if len(ids) > config.max_len:
         raise UnusableRow(f"longer than `data.max_len` (={config.max_len}); raise it to use them")
+    # Some tokenizers leave the space before a word out of the token's characters.
+    chars[1:, 0] = np.minimum(chars[1:, 0], chars[:-1, 1])
+    marked = _marked(tokenizer, messages, tools, chars)
     mask = np.zeros(len(ids), dtype=bool)
-    for start, end in spans:
-        # A token that only partly belongs to the turn is one the model would never sample there.
-        inside = np.flatnonzero((start <= offsets[:, 0]) & (offsets[:, 0] < end) & (offsets[:, 1] <= end))
-        mask[inside if marked else _until_closed(inside, text[:end], ids, offsets, closers)] = True
-    if not mask.any():
-        raise UnusableRow("whose assistant turns the template renders as nothing")
+    for span in spans:
+        mask |= _trained(span, ids, chars, marked, set() if closed else specials)
     return Conversation(ids, mask)
 
 
@@ -112,33 +111,25 @@ def _messages(row: Row, config: SftDataConfig) -> tuple[list[Message], int]:
     return [*prompt, *as_messages(answer, config.output_key)], len(prompt)
 
 
-def _tools(value: Any, column: str) -> list[dict] | None:
-    if isinstance(value, str) and value.strip():
-        try:
-            value = json.loads(value)
-        except ValueError:
-            raise UnusableRow(f"whose `{column}` is not valid JSON") from None
-    if not value:
-        return None
-    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise UnusableRow(f"whose `{column}` is not a list of tool schemas")
-    return value
-
-
-def _turn_spans(tokenizer, messages: list[Message], turns: list[int], tools) -> tuple[str, list[Span]]:
-    """The text, and the characters of each of `turns`."""
+def _turn_spans(tokenizer, messages: list[Message], turns: list[int], tools) -> tuple[str, list[Span], bool]:
+    """The text, the characters of each of `turns`, and whether the template closes a turn that nothing follows."""
     text = render_text(tokenizer, messages, tools=tools)
-    spans = []
+    spans: list[Span] = []
     for i in turns:
         start = _start(tokenizer, messages, i, tools, text)
+        if not spans:
+            block, close = _frame(tokenizer, messages[:i], tools, text[:start])
         upto = render_text(tokenizer, messages[: i + 1], tools=tools)
+        if not text.startswith(upto) and upto.startswith(text[:start] + block):
+            # Only the last answer has the empty think block, and nothing that this turn says is lost without it.
+            upto = text[:start] + upto[start + len(block) :]
         if not text.startswith(upto):
             raise UnusableRow(
                 "with an earlier assistant turn that the template renders in another way once more messages follow (as "
                 "when it drops reasoning): use `data.train_on_last_turn_only` or another `data.chat_template`"
             )
-        spans.append((start, len(upto)))
-    return text, spans
+        spans.append((start, len(upto.rstrip() if close.strip() else upto)))
+    return text, spans, bool(close.strip())
 
 
 def _start(tokenizer, messages: list[Message], turn: int, tools, text: str) -> int:
@@ -149,36 +140,62 @@ def _start(tokenizer, messages: list[Message], turn: int, tools, text: str) -> i
     if not text.startswith(prompt):
         raise UnusableRow(
             "whose conversation does not begin with the prompt of its assistant turn: the template changes earlier "
-            "messages, or its generation prompt is not how it renders a turn; use another `data.chat_template`"
+            "messages, or its generation prompt is not how it renders a turn (as when it opens a think block that the "
+            "turn does not have); use another `data.chat_template`"
         )
     return len(prompt)
 
 
-def _marked_spans(tokenizer, messages: list[Message], turns: list[int], tools) -> tuple[str, list[Span]]:
-    """The text, and the characters between the template's generation markers, from the first of `turns` on.
+def _frame(tokenizer, context: list[Message], tools, prompt: str) -> tuple[str, str]:
+    r"""What the template puts around a plain last answer: `<think>\n\n</think>\n\n` and `<|im_end|>\n` with Qwen3."""
+    messages = [*context, {"role": "assistant", "content": ANSWER}]
+    before, _, close = render_text(tokenizer, messages, tools=tools).rpartition(ANSWER)
+    return before[len(prompt) :] if before.startswith(prompt) else "", close
+
+
+def _marked(tokenizer, messages: list[Message], tools, chars: np.ndarray) -> np.ndarray | None:
+    """bool `[T]`, the tokens between the template's generation markers; None: it has no markers.
 
     The spans behind transformers' `return_assistant_tokens_mask`, without its mapping to tokens, which
     marks everything up to the end where a span ends between tokens.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    text = render_text(tokenizer, messages, tools=tools)
+    template = tokenizer.get_chat_template(tools=tools)
+    if not MARKERS.search(template):
+        return None
     _, (spans,) = render_jinja_template(
         [messages],
         tools=tools,
-        chat_template=tokenizer.get_chat_template(tools=tools),
+        chat_template=template,
         return_assistant_tokens_mask=True,
         **tokenizer.special_tokens_map,
     )
-    if not any(message["role"] == "assistant" for message in messages[: turns[0]]):
-        return text, spans
-    start = _start(tokenizer, messages, turns[0], tools, text)
-    return text, [(max(a, start), b) for a, b in spans if b > start]
+    return np.any([_inside(span, chars) for span in spans] or [np.zeros(len(chars), dtype=bool)], axis=0)
 
 
-def _until_closed(inside: np.ndarray, text: str, ids: np.ndarray, offsets: np.ndarray, closers: set[int]) -> np.ndarray:
-    """Cut the white space that follows the token that closes a turn; a template without one keeps all."""
-    closing = [k for k, t in enumerate(inside) if int(ids[t]) in closers]
-    if closing and not text[offsets[inside[closing[-1]], 1] :].strip():
-        return inside[: closing[-1] + 1]
-    return inside
+def _inside(span: Span, chars: np.ndarray) -> np.ndarray:
+    """bool `[T]`. A token that only partly belongs to a turn is one the model would never sample there."""
+    return (span[0] <= chars[:, 0]) & (chars[:, 1] <= span[1])
+
+
+def _trained(
+    span: Span, ids: np.ndarray, chars: np.ndarray, marked: np.ndarray | None, closers: set[int]
+) -> np.ndarray:
+    """bool `[T]`, the tokens of one turn; `closers` may end it if they follow."""
+    turn = _inside(span, chars)
+    if not turn.any():
+        raise UnusableRow(
+            "with an assistant turn that the template renders as nothing: use another `data.chat_template`"
+        )
+    end = int(np.flatnonzero(turn)[-1])
+    if marked is not None:
+        turn &= marked
+        if not turn[end]:
+            raise UnusableRow(
+                "whose template leaves the end of an assistant turn out of its generation markers, so that the model "
+                "would never learn to stop: put `{% endgeneration %}` after the token that closes a turn"
+            )
+    elif end + 1 < len(ids) and int(ids[end + 1]) in closers:
+        turn[end + 1] = True
+    return turn

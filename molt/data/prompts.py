@@ -1,15 +1,15 @@
 """Rows become prompts, and prompts become one exactly resumable stream.
 
 The state of a `PromptStream` is one integer, the index of the next prompt: the order is a pure function
-of seed and epoch, so there is nothing else to save.
+of seed and epoch (`mixture.py`), so there is nothing else to save.
 """
 
+import json
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from molt.config import PromptDataConfig
+from molt.data.mixture import EpochOrder
 from molt.data.rows import Rows, UnusableRow, require_column
 from molt.types import Prompt
 
@@ -31,8 +31,22 @@ def as_messages(value: Any, column: str) -> list[Message]:
     return value
 
 
+def as_tools(value: Any, column: str) -> list[dict[str, Any]] | None:
+    """`value` as tool schemas: a list of objects, or JSON text of one; None if there are none. Raises UnusableRow."""
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise UnusableRow(f"whose `{column}` is not valid JSON") from None
+    if not value:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise UnusableRow(f"whose `{column}` is not a list of tool schemas")
+    return value
+
+
 class PromptDataset:
-    """Builds the `Prompt` of a row; reads `input_key`, `label_key` and, where present, `data_source`."""
+    """Builds the `Prompt` of a row; reads `input_key`, `label_key`, `tools_key` and, where present, `data_source`."""
 
     def __init__(self, rows: Rows, config: PromptDataConfig):
         """Raises DataError if a column is missing."""
@@ -40,6 +54,8 @@ class PromptDataset:
         require_column(rows, config.input_key, "data.input_key")
         if config.label_key is not None:
             require_column(rows, config.label_key, "data.label_key")
+        if config.tools_key is not None:
+            require_column(rows, config.tools_key, "data.tools_key", everywhere=False)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -59,6 +75,7 @@ class PromptDataset:
             text=None if chat else self._text(value),
             label=None if config.label_key is None else data[config.label_key],
             data_source=str(data.get("data_source") or self.rows.source(row)),
+            tools=as_tools(data.get(config.tools_key), config.tools_key) if config.tools_key else None,
         )
 
     def _messages(self, value: Any) -> list[Message]:
@@ -79,30 +96,26 @@ class PromptDataset:
 
 
 class PromptStream:
-    """`num_episodes` passes over a dataset, each in its own order: `stream[i]` is always the same prompt."""
+    """`num_episodes` epochs of a dataset, each in its own order: `stream[i]` is always the same prompt."""
 
-    def __init__(self, dataset: PromptDataset, *, seed: int, num_episodes: int):
-        self.dataset, self.seed, self.num_episodes = dataset, seed, num_episodes
-        self._order: tuple[int, np.ndarray] | None = None
+    def __init__(self, dataset: PromptDataset, order: EpochOrder, *, num_episodes: int):
+        self.dataset, self.order, self.num_episodes = dataset, order, num_episodes
 
     def __len__(self) -> int:
-        return self.num_episodes * len(self.dataset)
+        return self.num_episodes * len(self.order)
 
     def __getitem__(self, i: int) -> Prompt:
         """The i-th prompt of the run. Raises UnusableRow (draw the next one) or IndexError (the end)."""
-        epoch, position = divmod(i, len(self.dataset))
+        epoch, position = divmod(i, len(self.order))
         return replace(self.dataset.prompt(self.row(i)), epoch=epoch, position=position)
 
     def index(self, epoch: int, position: int) -> int:
         """Where in the stream the prompt of that identity is."""
-        return epoch * len(self.dataset) + position
+        return epoch * len(self.order) + position
 
     def row(self, i: int) -> int:
         """The dataset row behind `stream[i]`, whether it can be used or not."""
         if not 0 <= i < len(self):
             raise IndexError(i)
-        epoch, position = divmod(i, len(self.dataset))
-        if self._order is None or self._order[0] != epoch:
-            seeds = [self.seed % 2**64, epoch]  # numpy takes no negative seeds
-            self._order = epoch, np.random.default_rng(seeds).permutation(len(self.dataset))
-        return int(self._order[1][position])
+        epoch, position = divmod(i, len(self.order))
+        return int(self.order.rows(epoch)[position])

@@ -1,7 +1,9 @@
 """A conversation grows by appending ids that spell exactly what the template would have rendered."""
 
+import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -38,6 +40,13 @@ def test_prompt_ids():
     expected = ids(tokenizer, "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
     assert chat(tokenizer).prompt_ids(prompt([user("hi")])) == expected
     assert Renderer(tokenizer, apply_chat_template=False).prompt_ids(prompt("hi")) == ids(tokenizer, "hi")
+
+
+def test_prompt_ids_offer_the_tools_of_the_prompt():
+    tokenizer, tools = char_tokenizer(QWEN3), [{"type": "function", "function": {"name": "f"}}]
+    shown = tokenizer.decode(chat(tokenizer).prompt_ids(replace(prompt([user("hi")]), tools=tools)))
+    without = tokenizer.decode(chat(tokenizer).prompt_ids(prompt([user("hi")])))
+    assert json.dumps(tools[0]) in shown and shown.endswith(without) and "function" not in without
 
 
 NEXT = "<|im_start|>user\nnew\nstate<|im_end|>\n<|im_start|>assistant\n"

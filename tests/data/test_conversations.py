@@ -2,53 +2,13 @@
 
 import json
 
-import numpy as np
 import pytest
+from tokenizers import processors
+from transformers import ByT5Tokenizer
 
-from molt.config_sft import SftDataConfig
-from molt.data.conversations import build_conversations
-from molt.data.rows import load_rows
 from molt.errors import DataError
+from tests.data.masks import assistant, trained, user, whole
 from tests.tiny import MARKED, QWEN3, bpe_tokenizer, char_tokenizer
-
-
-def user(content):
-    return {"role": "user", "content": content}
-
-
-def assistant(content, **extra):
-    return {"role": "assistant", "content": content, **extra}
-
-
-@pytest.fixture
-def build(tmp_path):
-    """`build(rows, tokenizer, **config)`: conversations and report."""
-
-    def build(rows, tokenizer=None, **config):
-        path = tmp_path / "sft.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        rows = load_rows(str(path), flag="data.dataset")
-        return build_conversations(rows, SftDataConfig(**config), tokenizer or char_tokenizer())
-
-    return build
-
-
-def whole(tokenizer, conversation):
-    return tokenizer.decode(conversation.token_ids)
-
-
-def trained(tokenizer, conversation):
-    """The runs of trained tokens, each as text."""
-    assert conversation.token_ids.dtype == np.int32 and conversation.mask.dtype == np.bool_
-    assert conversation.token_ids.shape == conversation.mask.shape
-    runs, previous = [], False
-    for token, on in zip(conversation.token_ids.tolist(), conversation.mask.tolist(), strict=True):
-        if on:
-            runs = runs if previous else [*runs, []]
-            runs[-1].append(token)
-        previous = on
-    return [tokenizer.decode(run) for run in runs]
-
 
 TOKENIZERS = pytest.mark.parametrize("make", [char_tokenizer, bpe_tokenizer])
 TURNS = [user("1+1"), assistant("2"), user("and 2+2?"), assistant("4 !")]
@@ -166,22 +126,60 @@ def test_tools_tool_calls_and_merged_tool_messages(build):
         ]
 
 
+@TOKENIZERS
+def test_an_earlier_turn_without_reasoning_is_trained_though_only_the_last_has_a_think_block(build, make):
+    tokenizer = make(QWEN3)
+    (one,), report = build([{"input": TURNS}], tokenizer)
+    assert report.dropped == 0
+    assert trained(tokenizer, one) == ["2<|im_end|>", "<think>\n\n</think>\n\n4 !<|im_end|>"]
+    calls = [{"type": "function", "function": {"name": "f"}}]
+    loop = [
+        user("go"),
+        assistant("", tool_calls=calls),
+        {"role": "tool", "content": "one"},
+        assistant("so"),
+        user("ok"),
+    ]
+    (one,), _ = build([{"input": loop}], tokenizer)  # nothing is last here, so nothing has a block
+    assert trained(tokenizer, one) == ['<tool_call>{"name": "f"}</tool_call><|im_end|>', "so<|im_end|>"]
+
+
+def test_an_empty_think_block_in_the_data_is_no_reasoning(build):
+    tokenizer, empty = char_tokenizer(QWEN3), "<think>\n\n</think>\n\n"
+    (one,), _ = build([{"input": [user("a"), assistant(f"{empty}A"), *TURNS[2:]]}], tokenizer)
+    assert trained(tokenizer, one) == ["A<|im_end|>", f"{empty}4 !<|im_end|>"]
+
+
 # Generation markers --------------------------------------------------------------------------------------------------
 
 
 @TOKENIZERS
-def test_markers_are_used_as_they_are(build, make):
-    tokenizer = make(
-        MARKED.replace("m.content + '<|im_end|>'", "m.content + '<|im_end|>\n'").replace("{{- '\n' }}", "")
-    )
-    (one,), _ = build([{"input": TURNS[:2]}], tokenizer)
-    assert trained(tokenizer, one) == ["2<|im_end|>\n"]  # this template trains the newline too
+def test_markers_agree_with_transformers(build, make):
     tokenizer = make(MARKED)
     (one,), _ = build([{"input": TURNS}], tokenizer)
     assert trained(tokenizer, one) == ["2<|im_end|>", "4 !<|im_end|>"]
     expected = tokenizer.apply_chat_template(TURNS, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
     assert one.token_ids.tolist() == expected["input_ids"]
     assert one.mask.tolist() == [bool(on) for on in expected["assistant_masks"]]
+
+
+def test_markers_take_away_what_the_template_does_not_want_trained(build):
+    tokenizer = char_tokenizer(MARKED.replace("{%- generation %}{{-", "{{- 'so: ' }}{%- generation %}{{-"))
+    (one,), _ = build([{"input": TURNS[:2]}], tokenizer)
+    assert whole(tokenizer, one).endswith("<|im_start|>assistant\nso: 2<|im_end|>\n")
+    assert trained(tokenizer, one) == ["2<|im_end|>"]
+
+
+def test_markers_that_leave_out_the_end_of_the_turn_are_refused(build):
+    open_end = MARKED.replace(
+        "m.content + '<|im_end|>' }}{%- endgeneration %}", "m.content }}{%- endgeneration %}<|im_end|>"
+    )
+    reason = r"would never learn to stop.*put `{% endgeneration %}` after the token that closes a turn"
+    with pytest.raises(DataError, match=reason):
+        build([{"input": TURNS}], char_tokenizer(open_end))
+    nothing = "{%- if not messages %}{%- generation %}{%- endgeneration %}{%- endif %}"
+    with pytest.raises(DataError, match=reason):
+        build([{"input": TURNS}], char_tokenizer(nothing + char_tokenizer().chat_template))
 
 
 def test_markers_with_the_last_turn_only_and_with_an_answer_column(build):
@@ -213,6 +211,27 @@ def test_a_token_across_the_boundary_is_not_trained(build):
     assert trained(tokenizer, one) == ["\n2<|im_end|>"]
 
 
+def test_a_token_across_the_end_is_not_trained(build):
+    """The new line of the answer and the one before the next message are one token."""
+    lines = (
+        "{%- for m in messages %}{{- ('' if loop.first else '\n\n') + m.role + ':' + m.content + '\n' }}{%- endfor %}"
+    )
+    tokenizer = bpe_tokenizer(lines + "{%- if add_generation_prompt %}{{- '\n\nassistant:' }}{%- endif %}")
+    (one,), _ = build([{"input": TURNS}], tokenizer)
+    assert trained(tokenizer, one) == ["2", "4 !\n"]
+
+
+def test_a_tokenizer_that_leaves_spaces_out_of_the_offsets(build):
+    """As GPT-2's: of ` the` it reports the characters of `the`. The space belongs to the opener, so the token is not
+    trained; and ` quick`, which does not begin the answer, is."""
+    template = "{%- for m in messages %}{{- m.role + ': ' + m.content + '<|im_end|>' }}{%- endfor %}"
+    tokenizer = bpe_tokenizer(template + "{%- if add_generation_prompt %}{{- 'assistant: ' }}{%- endif %}")
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    assert tokenizer(": the", return_offsets_mapping=True).offset_mapping == [(0, 1), (2, 5)]
+    (one,), _ = build([{"input": [user("x"), assistant("the quick  ")]}], tokenizer)
+    assert trained(tokenizer, one) == [" quick  <|im_end|>"]
+
+
 def test_characters_of_several_tokens_are_trained_whole(build):
     tokenizer = bpe_tokenizer()
     (one,), _ = build([{"input": [user("é"), assistant("日本 é")]}], tokenizer)
@@ -239,6 +258,7 @@ GOOD = {"input": TURNS[:2]}
         ({"input": 3}, "`input` is a int, not a list of messages"),
         ({"other": 3}, "without `input`"),
         ({"input": [user("x"), assistant("")]}, "assistant turns are empty"),
+        ({"input": [user("x"), assistant(" \n"), user("x")]}, "assistant turns are empty"),
         ({"input": [assistant("x"), user("y")]}, "start with an assistant message"),
         ({"input": [user("x"), assistant("y" * 100)]}, "longer than `data.max_len` (=64); raise it"),
         ({"input": [user("x"), assistant(None, tool_calls=[{}])]}, "rejected by the chat template"),
@@ -264,6 +284,34 @@ def test_no_template(build):
     with pytest.raises(DataError) as error:
         build([GOOD], char_tokenizer(None))
     for part in ("`data.chat_template` (=None)", "cannot be rendered", "--data.chat_template"):
+        assert part in str(error.value)
+
+
+def test_a_template_without_the_assistant(build):
+    deaf = "{%- for m in messages if m.role != 'assistant' %}{{- m.content + '\n' }}{%- endfor %}"
+    with pytest.raises(DataError) as error:
+        build([GOOD], char_tokenizer(deaf))
+    for part in (
+        "(=input)",
+        "no row is left",
+        "turn that the template renders as nothing",
+        "another `data.chat_template`",
+    ):
+        assert part in str(error.value)
+    # One turn of two: the row is refused, not trained in part.
+    partly = char_tokenizer(
+        "{%- for m in messages if m.content != '4 !' %}{{- m.content + '<|im_end|>' }}{%- endfor %}"
+    )
+    with pytest.raises(DataError, match="renders as nothing"):
+        build([{"input": TURNS}], partly)
+
+
+def test_a_slow_tokenizer(build):
+    tokenizer = ByT5Tokenizer(name_or_path="org/slow")
+    tokenizer.chat_template = char_tokenizer().chat_template
+    with pytest.raises(DataError) as error:
+        build([GOOD], tokenizer)
+    for part in ("'org/slow' is slow", "no loss mask can be built", "Save a fast tokenizer"):
         assert part in str(error.value)
 
 

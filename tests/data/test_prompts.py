@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molt.config import PromptDataConfig
-from molt.data.prompts import PromptDataset, PromptStream
+from molt.data.mixture import EpochOrder
+from molt.data.prompts import PromptDataset, PromptStream, as_tools
 from molt.data.rows import UnusableRow, load_rows
 from molt.errors import DataError
 
@@ -20,6 +21,10 @@ def dataset(tmp_path):
         return PromptDataset(load_rows(str(path), flag="data.prompt_dataset"), PromptDataConfig(**config))
 
     return build
+
+
+def stream_of(dataset, *, seed, num_episodes):
+    return PromptStream(dataset, EpochOrder([len(dataset)], seed=seed), num_episodes=num_episodes)
 
 
 class Numbers:
@@ -80,6 +85,33 @@ def test_unusable_rows_say_why(dataset, chat, bad, reason):
     assert reason in str(error.value)
 
 
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+
+
+def test_tools_are_a_list_or_json_text_or_none(dataset):
+    cells = [[TOOL], json.dumps([TOOL, TOOL]), None, [], "", "[]"]
+    prompts = dataset(
+        [{"input": "x", "tools": cell} for cell in cells] + [{"input": "x"}],
+        apply_chat_template=True,
+        tools_key="tools",
+    )
+    assert [prompts.prompt(row).tools for row in range(7)] == [[TOOL], [TOOL, TOOL], None, None, None, None, None]
+    assert dataset([{"input": "x", "tools": [TOOL]}], apply_chat_template=True).prompt(0).tools is None
+
+
+@pytest.mark.parametrize(
+    ("cell", "reason"),
+    [("[{", "whose `tools` is not valid JSON"), (TOOL, "not a list of tool schemas"), (["f"], "not a list of tool")],
+)
+def test_malformed_tools_make_a_row_unusable(dataset, cell, reason):
+    prompts = dataset([{"input": "x", "tools": cell}], apply_chat_template=True, tools_key="tools")
+    with pytest.raises(UnusableRow) as error:
+        prompts.prompt(0)
+    assert reason in str(error.value)
+    with pytest.raises(UnusableRow, match="whose `t` is not"):
+        as_tools("{}x", "t")
+
+
 def test_a_null_label_is_a_label(dataset):
     assert dataset([{"input": "x", "label": None}], label_key="label").prompt(0).label is None
 
@@ -89,16 +121,18 @@ def test_missing_columns_are_named(dataset):
         dataset([GOOD], input_key="inptu")
     with pytest.raises(DataError, match=r"`data.label_key` \(=labels\).*Did you mean 'label'"):
         dataset([GOOD], label_key="labels")
+    with pytest.raises(DataError, match=r"`data.tools_key` \(=tool\).*no row could be used.*Use one of: input, label"):
+        dataset([GOOD], tools_key="tool")
 
 
 @given(n=st.integers(1, 40), episodes=st.integers(1, 4), seed=st.integers(-5, 2**70), data=st.data())
 @settings(deadline=None, max_examples=50)
 def test_any_split_into_runs_gives_the_same_sequence(n, episodes, seed, data):
-    whole = list(PromptStream(Numbers(n), seed=seed, num_episodes=episodes))
+    whole = list(stream_of(Numbers(n), seed=seed, num_episodes=episodes))
     cuts = sorted(data.draw(st.lists(st.integers(0, n * episodes), max_size=4)))
     pieces = []
     for start, end in zip([0, *cuts], [*cuts, n * episodes], strict=True):
-        stream = PromptStream(Numbers(n), seed=seed, num_episodes=episodes)  # a new process
+        stream = stream_of(Numbers(n), seed=seed, num_episodes=episodes)  # a new process
         pieces += [stream[i] for i in range(start, end)]
     assert pieces == whole
     assert len({prompt.group_id for prompt in whole}) == n * episodes
@@ -107,7 +141,7 @@ def test_any_split_into_runs_gives_the_same_sequence(n, episodes, seed, data):
 @given(n=st.integers(1, 40), seed=st.integers(0, 1000))
 @settings(deadline=None, max_examples=50)
 def test_each_epoch_is_a_permutation(n, seed):
-    stream = PromptStream(Numbers(n), seed=seed, num_episodes=3)
+    stream = stream_of(Numbers(n), seed=seed, num_episodes=3)
     for epoch in range(3):
         prompts = [stream[epoch * n + position] for position in range(n)]
         assert sorted(prompt.row for prompt in prompts) == list(range(n))
@@ -116,7 +150,7 @@ def test_each_epoch_is_a_permutation(n, seed):
 
 def test_epochs_and_seeds_differ():
     def order(seed, epoch):
-        stream = PromptStream(Numbers(50), seed=seed, num_episodes=2)
+        stream = stream_of(Numbers(50), seed=seed, num_episodes=2)
         return [stream[epoch * 50 + i].row for i in range(50)]
 
     assert order(1, 0) != order(1, 1) and order(1, 0) != order(2, 0)
@@ -125,7 +159,7 @@ def test_epochs_and_seeds_differ():
 
 def test_order_is_pinned():
     """A checkpoint holds only an index: this order may never change between versions of molt."""
-    stream = PromptStream(Numbers(8), seed=42, num_episodes=2)
+    stream = stream_of(Numbers(8), seed=42, num_episodes=2)
     assert [prompt.row for prompt in stream] == PINNED
 
 
@@ -133,7 +167,7 @@ PINNED = [3, 4, 2, 7, 6, 1, 5, 0, 0, 4, 6, 1, 2, 7, 3, 5]
 
 
 def test_ends_and_index():
-    stream = PromptStream(Numbers(3), seed=0, num_episodes=2)
+    stream = stream_of(Numbers(3), seed=0, num_episodes=2)
     assert len(stream) == 6
     for outside in (-1, 6):
         with pytest.raises(IndexError):
@@ -141,8 +175,19 @@ def test_ends_and_index():
     assert [stream.index(stream[i].epoch, stream[i].position) for i in range(6)] == list(range(6))
 
 
+def test_a_mixed_stream_resumes_anywhere():
+    order = EpochOrder([6, 30], seed=3, shares="1,2")  # N = 19: 6 and 13 rows an epoch
+    whole = list(PromptStream(Numbers(36), order, num_episodes=4))
+    assert len(whole) == 4 * 19 and len({prompt.group_id for prompt in whole}) == 4 * 19
+    assert [sum(prompt.row < 6 for prompt in whole[e * 19 : (e + 1) * 19]) for e in range(4)] == [6] * 4
+    for start in (0, 18, 19, 50):  # a new process
+        stream = PromptStream(Numbers(36), EpochOrder([6, 30], seed=3, shares="1,2"), num_episodes=4)
+        assert [stream[i] for i in range(start, len(stream))] == whole[start:]
+        assert stream.index(whole[start].epoch, whole[start].position) == start
+
+
 def test_the_stream_names_the_row_that_cannot_be_used(dataset):
-    stream = PromptStream(dataset([GOOD, {"input": ""}, GOOD]), seed=0, num_episodes=1)
+    stream = stream_of(dataset([GOOD, {"input": ""}, GOOD]), seed=0, num_episodes=1)
     bad = [i for i in range(3) if stream.row(i) == 1]
     with pytest.raises(UnusableRow):
         stream[bad[0]]
