@@ -34,6 +34,13 @@ class Batch:
         counts = self.real.sum(1) if self.cu_seqlens is None else self.cu_seqlens.diff()
         return counts.tolist()
 
+    @property
+    def segments(self) -> Tensor:
+        """int64 `[B, T]`, which of the S sequences a cell belongs to; padding belongs to its row's."""
+        if self.cu_seqlens is None:
+            return torch.arange(len(self.real))[:, None].expand_as(self.real)
+        return torch.arange(len(self.cu_seqlens) - 1).repeat_interleave(self.cu_seqlens.diff())[None]
+
 
 def _tensor(array: np.ndarray | Tensor) -> Tensor:
     # A copy: arrays from Ray's object store are read-only, which torch.as_tensor warns about.

@@ -55,10 +55,13 @@ def plan_batch(
     groups_per_step: int,
     micro_batch_size: int,
     ranks: int,
+    max_tokens: int | None = None,
+    packed: bool = False,
 ) -> list[RankPlan]:
     """One plan per rank. A batch is split *by groups* into optimizer steps; no remainder is dropped.
 
-    Every rank gets the same number of micro-batches in every step (collectives need equal counts).
+    Every rank gets the same number of micro-batches in every step (collectives need equal counts). With `max_tokens`
+    they are filled up to that many tokens instead of with `micro_batch_size` samples, laid out `packed` or padded.
     """
     plans: list[RankPlan] = [[] for _ in range(ranks)]
     for start in range(0, len(groups), groups_per_step):
@@ -73,7 +76,8 @@ def plan_batch(
         if not tasks:
             continue
         weights = token_weights(trained)
-        step = micro_batches(partition(lengths, ranks), micro_batch_size)
+        shares = partition(lengths, ranks)
+        step = micro_batches(shares, lengths, size=micro_batch_size, max_tokens=max_tokens, packed=packed)
         for rank, batches in enumerate(step):
             plans[rank].append([[_task(tasks[i], weights[i], rewards, group_advantages) for i in b] for b in batches])
     return plans

@@ -3,36 +3,75 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from molt.algo.importance import MODES, token_correction
+from molt.algo.importance import FORMULAS, MODES, correction
+from molt.batch.collate import collate, gather, scatter
+from molt.config import AdvantageConfig
 from molt.errors import TrainingError
 
+CASES = [("token", mode) for mode in MODES] + [("seq", "mask"), ("geo", "mask")]
 
-def reference(old, rollout, mask, mode, low, high):
+
+def reference(samples, level, mode, low, high):
+    """Sample by sample in float64: `(coefficients, insides)`, one list per sample each."""
     coefficients, insides = [], []
-    for a, b, trained in zip(old, rollout, mask, strict=True):
-        w = math.exp(min(max(a - b, -30.0), 30.0))
-        inside = w <= high if mode == "trunc" else low <= w <= high
-        value = {"mask": w if inside else 0.0, "clip": min(max(w, low), high), "trunc": min(w, high)}[mode]
-        coefficients.append(value if trained else 0.0)
-        insides.append(inside and trained)
+    for old, rollout, mask in samples:
+        log_w = np.clip(np.array(old) - np.array(rollout), -30, 30)
+        w, trained = np.exp(log_w), np.array(mask)
+        total = math.fsum(log_w[trained])
+        with np.errstate(over="ignore"):
+            statistic = {"token": w, "seq": np.exp(total), "geo": np.exp(total / max(1, trained.sum()))}[level]
+        assume(not np.isclose(statistic, low, rtol=1e-9).any() and not np.isclose(statistic, high, rtol=1e-9).any())
+        inside = (low <= statistic) & (statistic <= high)
+        if mode == "trunc":
+            inside = statistic <= high
+        value = {"mask": np.where(inside, w, 0), "clip": np.clip(w, low, high), "trunc": np.minimum(w, high)}[mode]
+        coefficients.append(np.where(trained, value, 0).tolist())
+        insides.append((inside & trained).tolist())
     return coefficients, insides
 
 
-token = st.tuples(st.floats(-40, 0), st.floats(-40, 0), st.booleans())
+def corrected(samples, packed, **settings):
+    """The same through `correction`, laid out as a micro-batch."""
+    batch = collate([np.zeros(len(old), np.int64) for old, _, _ in samples], packed=packed)
+    tensors = [
+        scatter(batch, [np.array(sample[i], dtype) for sample in samples]) for i, dtype in enumerate(("f8", "f8", "?"))
+    ]
+    return [[t.tolist() for t in gather(batch, values)] for values in correction(*tensors, batch.segments, **settings)]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@given(st.lists(token, min_size=1, max_size=30), st.floats(0, 0.9), st.floats(1.1, 9))
-def test_every_mode_matches_the_reference(mode, tokens, low, high):
-    old, rollout, mask = zip(*tokens, strict=True)
-    tensors = [torch.tensor(old, dtype=torch.float64), torch.tensor(rollout, dtype=torch.float64), torch.tensor(mask)]
-    coefficient, inside = token_correction(*tensors, mode=mode, low=low, high=high)
-    expected, expected_inside = reference(old, rollout, mask, mode, low, high)
-    np.testing.assert_allclose(coefficient.numpy(), expected, rtol=1e-6, atol=1e-6)
-    assert inside.tolist() == expected_inside
+far, near = st.floats(-40, 0), st.floats(-1, -0.5)
+token = st.one_of(st.tuples(far, far, st.booleans()), st.tuples(near, near, st.booleans()))
+sample = st.lists(token, min_size=1, max_size=12).map(lambda tokens: tuple(zip(*tokens, strict=True)))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(("level", "mode"), CASES)
+@given(st.lists(sample, min_size=1, max_size=5), st.floats(0, 0.9), st.floats(1.1, 9))
+def test_every_level_and_mode_matches_the_reference(level, mode, packed, samples, low, high):
+    expected, expected_inside = reference(samples, level, mode, low, high)
+    coefficient, inside = corrected(samples, packed, level=level, mode=mode, low=low, high=high)
+    for ours, theirs in zip(coefficient, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
+    assert inside == expected_inside
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("level", ["seq", "geo"])
+@given(samples=st.lists(sample, min_size=1, max_size=5))
+def test_a_sample_is_kept_or_dropped_as_a_whole_whatever_is_beside_it(level, packed, samples):
+    settings = {"level": level, "mode": "mask", "low": 0.5, "high": 5.0}
+    coefficient, inside = corrected(samples, packed, **settings)
+    for i, (old, rollout, mask) in enumerate(samples):
+        kept = {a for a, trained in zip(inside[i], mask, strict=True) if trained}
+        assert len(kept) <= 1
+        w = np.exp(np.clip(np.subtract(old, rollout), -30, 30))
+        expected = np.where(mask, w, 0) if kept == {True} else np.zeros(len(old))
+        np.testing.assert_allclose(coefficient[i], expected, rtol=1e-6)
+        ((alone,), _) = corrected([samples[i]], packed, **settings)
+        assert alone == coefficient[i]
 
 
 @pytest.mark.parametrize(
@@ -47,21 +86,49 @@ def test_every_mode_by_hand(mode, coefficients, insides):
     # w = 1/4, 1, 2, 8 in the band [1/2, 4], and a token that is not trained.
     old = torch.tensor([0.25, 1.0, 2.0, 8.0, 1.0]).log()
     mask = torch.tensor([True, True, True, True, False])
-    coefficient, inside = token_correction(old, torch.zeros(5), mask, mode=mode, low=0.5, high=4.0)
+    one = torch.zeros(5, dtype=torch.int64)
+    coefficient, inside = correction(old, torch.zeros(5), mask, one, level="token", mode=mode, low=0.5, high=4.0)
     assert coefficient.tolist() == pytest.approx(coefficients)
     assert inside.tolist() == insides
 
 
+@pytest.mark.parametrize(("level", "kept"), [("seq", [False, True, False]), ("geo", [True, True, False])])
+def test_every_level_by_hand(level, kept):
+    # Band [1/2, 4]. w = 3, 3: product 9, geometric mean 3. w = 8, 1/4 and an untrained 100: 2 and sqrt(2). w = 1/8.
+    samples = [
+        (np.log([3, 3]), [0, 0], [True, True]),
+        (np.log([8, 0.25, 100]), [0, 0, 0], [True, True, False]),
+        (np.log([0.125]), [0], [True]),
+    ]
+    coefficient, inside = corrected(samples, True, level=level, mode="mask", low=0.5, high=4.0)
+    ws = [[3, 3], [8, 0.25, 0], [0.125]]
+    for ours, w, keep in zip(coefficient, ws, kept, strict=True):
+        assert ours == pytest.approx([value * keep for value in w])
+    assert inside == [[kept[0]] * 2, [kept[1], kept[1], False], [kept[2]]]
+
+
+def test_a_product_beyond_every_float_is_outside_and_no_error():
+    samples = [([0.0] * 60, [-30.0] * 60, [True] * 60), ([-30.0] * 60, [0.0] * 60, [True] * 60)]
+    coefficient, inside = corrected(samples, True, level="seq", mode="mask", low=0.5, high=5.0)
+    assert not np.any(coefficient) and not np.any(inside)
+
+
 def test_the_coefficient_carries_no_gradient():
-    old = torch.zeros(2, requires_grad=True)
-    coefficient, _ = token_correction(old, torch.zeros(2), torch.ones(2).bool(), mode="clip", low=0.5, high=2.0)
+    old, one = torch.zeros(2, requires_grad=True), torch.zeros(2, dtype=torch.int64)
+    settings = {"mode": "clip", "low": 0.5, "high": 2.0}
+    coefficient, _ = correction(old, torch.zeros(2), torch.ones(2).bool(), one, level="token", **settings)
     assert not coefficient.requires_grad
 
 
 @pytest.mark.parametrize("position", [0, 1])
 def test_a_nan_is_an_error_that_names_its_tensor(position):
-    pair = [torch.zeros(2), torch.zeros(2)]
+    pair, one = [torch.zeros(2), torch.zeros(2)], torch.zeros(2, dtype=torch.int64)
     pair[position] = torch.tensor([math.nan, 0.0])
     name = ("old_logprobs", "rollout_logprobs")[position]
     with pytest.raises(TrainingError, match=f"^{name} holds 1 NaN"):
-        token_correction(*pair, torch.ones(2).bool(), mode="mask", low=0.5, high=5.0)
+        correction(*pair, torch.ones(2).bool(), one, level="geo", mode="mask", low=0.5, high=5.0)
+
+
+def test_every_level_that_can_be_chosen_has_a_formula():
+    chosen = AdvantageConfig.__annotations__["is_correction_level"].__args__
+    assert set(FORMULAS) == set(chosen) - {"off"}

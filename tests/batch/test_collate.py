@@ -14,6 +14,7 @@ def test_packed_by_hand():
     assert batch.cu_seqlens.tolist() == [0, 3, 4] and batch.cu_seqlens.dtype == torch.int32
     assert batch.max_seqlen == 3 and batch.lengths == [3, 1]
     assert batch.real.tolist() == [[True] * 4]
+    assert batch.segments.tolist() == [[0, 0, 0, 1]]
     assert batch.token_ids.dtype == batch.position_ids.dtype == torch.int64
 
 
@@ -23,6 +24,7 @@ def test_unpacked_by_hand():
     assert batch.position_ids.tolist() == [[0, 1, 2], [0, 1, 2]]
     assert batch.cu_seqlens is None and batch.max_seqlen == 3 and batch.lengths == [3, 1]
     assert batch.real.tolist() == [[True, True, True], [True, False, False]]
+    assert batch.segments.tolist() == [[0, 0, 0], [1, 1, 1]]
     assert batch.token_ids.dtype == batch.position_ids.dtype == torch.int64
     assert scatter(batch, [np.array([True, False, True]), np.array([True])]).tolist() == [
         [True, False, True],

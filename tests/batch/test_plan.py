@@ -19,7 +19,7 @@ def rollout(reward=0.0, *samples, outcome=None):
     return RolloutInfo("0:0", 0, outcome or Scored(reward, reward), False, 1, infos)
 
 
-def plan(groups, *, groups_per_step=None, micro_batch_size=1, ranks=1, estimator="grpo"):
+def plan(groups, *, groups_per_step=None, micro_batch_size=1, ranks=1, estimator="grpo", **filling):
     rewards, group_advantages = advantages(groups, ADVANTAGES[estimator], WIDE)
     return plan_batch(
         groups,
@@ -28,6 +28,7 @@ def plan(groups, *, groups_per_step=None, micro_batch_size=1, ranks=1, estimator
         groups_per_step=groups_per_step or len(groups),
         micro_batch_size=micro_batch_size,
         ranks=ranks,
+        **filling,
     )
 
 
@@ -63,6 +64,14 @@ def test_a_rank_without_work_gets_empty_micro_batches():
     first, second, third = plan([[rollout(1.0, (9, 1)), rollout(0.0, (5, 1))]], ranks=3)
     assert [len(tasks_of(p)) for p in (first, second, third)] == [1, 1, 0]
     assert third == [[[]]]
+
+
+@pytest.mark.parametrize(("packed", "samples"), [(True, [[9], [5, 3, 1]]), (False, [[9], [5], [3, 1]])])
+def test_micro_batches_are_filled_up_to_a_number_of_tokens(packed, samples):
+    groups = [[rollout(1.0, (9, 1)), rollout(0.0, (5, 1), (3, 1)), rollout(0.0, (1, 1))]]
+    ((step,),) = plan(groups, max_tokens=10, packed=packed)
+    assert [[groups[0][t.rollout].samples[t.segment].tokens for t in batch] for batch in step] == samples
+    assert {task.weight for task in tasks_of([step])} == {1 / 4}
 
 
 def test_a_step_of_which_nothing_is_trained_is_left_out():
