@@ -52,6 +52,7 @@ class Cluster:
 
     engines: EngineGroup
     policy: PolicyRanks
+    """No rank at all with `eval.eval_only`."""
     runners: RunnerPool
 
 
@@ -68,18 +69,21 @@ def start_ray(config: RLConfig) -> None:
 
 
 def policy_ranks(config: RLConfig, gpus: int) -> int:
-    """Policy ranks of a run on `gpus` GPUs (0: a CPU); unset means what the engines leave free.
+    """Policy ranks of a run on `gpus` GPUs (0: a CPU); unset means what the engines leave free, `eval_only` none.
 
     Raises `ResourceError` with the sum when more is asked for than there is.
     """
     actor, engines = config.actor, config.vllm.num_engines * config.vllm.tensor_parallel_size
-    if gpus == 0:
-        return actor.num_nodes * (actor.num_gpus_per_node or 1)
-    ranks = actor.num_nodes * actor.num_gpus_per_node if actor.num_gpus_per_node else gpus - engines
-    if ranks < 1 or ranks + engines > gpus:
+    if config.eval.eval_only:
+        ranks = 0
+    elif gpus == 0 or actor.num_gpus_per_node:
+        ranks = actor.num_nodes * (actor.num_gpus_per_node or 1)
+    else:
+        ranks = max(1, gpus - engines)
+    if gpus and ranks + engines > gpus:
         raise ResourceError(
-            f"GPUs asked for: {max(ranks, 1)} policy ranks (actor.num_nodes x actor.num_gpus_per_node) + {engines} for "
-            f"engines (vllm.num_engines x vllm.tensor_parallel_size) = {max(ranks, 1) + engines}; present: {gpus}. Ray "
+            f"GPUs asked for: {ranks} policy ranks (actor.num_nodes x actor.num_gpus_per_node) + {engines} for "
+            f"engines (vllm.num_engines x vllm.tensor_parallel_size) = {ranks + engines}; present: {gpus}. Ray "
             "would wait for ever. Lower one of them."
         )
     return ranks
@@ -151,21 +155,28 @@ async def start(config: RLConfig, total_optimizer_steps: int, engine_worker: Any
     engine_s = CALL_TIMEOUT_S + config.rollout.timeout_s
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
-            address, port = await workers[0].address.remote()
-            policy = policy_settings(config, total_optimizer_steps)
             await asyncio.gather(
                 *(engine.start.remote() for engine in engines),
-                # Ray shows each actor only its own GPU, so every rank is local rank 0.
-                *(w.start.remote(policy, rank, ranks, address, port, 0) for rank, w in enumerate(workers)),
+                _start_ranks(workers, policy_settings(config, total_optimizer_steps)),
                 runners.ready(),
             )
             transfer = (engines, engine.weight_transfer, len(engines) * tensor_parallel, engine_s)
             await asyncio.gather(*(w.connect.remote(*transfer) for w in workers))
     except TimeoutError:
         raise ResourceError(
-            f"the processes were not up within {START_TIMEOUT_S:.0f} s: nothing was trained. Look at `ray status` for "
+            f"the processes were not up within {START_TIMEOUT_S:.0f} s: the run ends here. Look at `ray status` for "
             "resources that are not there, and at the output above for a model that does not load."
         ) from None
     return Cluster(
         EngineGroup(engines, timeout_s=engine_s), PolicyRanks(workers, timeout_s=engine_s + GRACE_S), runners
     )
+
+
+async def _start_ranks(workers: list[Any], settings: PolicySettings) -> None:
+    """Every rank joins the process group at the first one's address and loads its shard."""
+    if workers:
+        address, port = await workers[0].address.remote()
+        # Ray shows each actor only its own GPU, so every rank is local rank 0.
+        await asyncio.gather(
+            *(w.start.remote(settings, rank, len(workers), address, port, 0) for rank, w in enumerate(workers))
+        )

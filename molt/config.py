@@ -142,6 +142,8 @@ class FsdpConfig:
     """auto: flash_attention_2 where installed on CUDA, else varlen (exact packed SDPA)."""
     packing_samples: bool = False
     """Concatenate the samples of a micro-batch instead of padding them."""
+    backend: Literal["automodel", "transformers", "auto"] = "auto"
+    """Whose model classes train. auto: on CUDA AutoModel where it has a native class, else transformers."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,11 @@ class CkptConfig(Section, prefix="ckpt."):
     disable_final_save: bool = False
     """Do not save when the run ends."""
     max_num: Annotated[int, at_least(1, "every checkpoint would be removed at once", "Keep at least 1")] = 3
-    """Checkpoints kept, oldest removed first; the newest is never removed."""
+    """Checkpoints kept, oldest removed first; the newest and the best are never removed."""
+    max_mem: Annotated[float, above_zero("every checkpoint would be removed at once")] = inf
+    """GiB that all kept checkpoints may take, oldest removed first; the newest and the best are never removed."""
+    async_save: bool = True
+    """Write checkpoints while training continues; costs a copy of weights and optimizer state in host memory."""
     load_enable: bool = False
     """Resume if a complete checkpoint exists; without it an output_dir that holds a run is refused."""
 
@@ -176,6 +182,14 @@ class CkptConfig(Section, prefix="ckpt."):
     @property
     def run_dir(self) -> Path:
         return self.output_dir / "run"
+
+
+@dataclass(frozen=True)
+class RLCkptConfig(CkptConfig, prefix="ckpt."):
+    """What an RL run leaves behind."""
+
+    best_metric_key: str | None = ""
+    """The evaluation metric whose highest value makes the best checkpoint. Empty: the first `pass1`; None: off."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +211,12 @@ class PromptDataConfig(Section, prefix="data."):
     """The prompts of RL."""
 
     prompt_dataset: str = ""
-    """Comma list of json, jsonl or parquet files. Required."""
+    """Comma list of json, jsonl, csv, parquet or arrow files, saved dataset directories, hub names, each with an
+    optional `@data_dir`. Required."""
+    prompt_probs: str | None = None
+    """Comma list of shares, one per dataset, that mix them. Unset: one after the other."""
+    prompt_split: str = "train"
+    """The split of saved directories and hub datasets."""
     max_samples: Annotated[int | None, at_least(1, "no row would be left")] = None
     """Use only the first rows."""
     max_len: Annotated[int, at_least(2, "no prompt and answer fit in it")] = 2048
@@ -206,6 +225,8 @@ class PromptDataConfig(Section, prefix="data."):
     """Column with the prompt."""
     label_key: str | None = None
     """Column with the label handed to the agent."""
+    tools_key: str | None = None
+    """Column with the tools offered in the conversation; needs `apply_chat_template`."""
     apply_chat_template: bool = False
     """Rows are chat messages (a string becomes one user message), rendered by the model's template."""
     chat_template: str | None = None
@@ -224,8 +245,9 @@ class AdvantageConfig(Section, prefix="algo.advantage."):
     """Discount per generated token (reinforce)."""
     no_whiten: bool = False
     """Do not whiten the estimators that are whitened by default."""
-    is_correction_level: Literal["off", "token"] = "token"
-    """Importance correction between engine and trainer, per token or not at all."""
+    is_correction_level: Literal["off", "token", "seq", "geo"] = "token"
+    """Importance correction between engine and trainer: what is compared with the band. token: each ratio; seq: their
+    product over a sample; geo: their geometric mean."""
     is_correction_mode: Literal["mask", "clip", "trunc"] = "mask"
     """mask: outside the band drops out; clip: clamped to the band; trunc: only the upper bound."""
     is_correction_threshold: Annotated[
@@ -236,10 +258,19 @@ class AdvantageConfig(Section, prefix="algo.advantage."):
 
 
 @dataclass(frozen=True)
+class KlConfig:
+    """The KL to a reference."""
+
+    init_coef: float = 0.0
+    """Coefficient of the KL to the reference; only 0 so far."""
+
+
+@dataclass(frozen=True)
 class AlgoConfig:
     """The algorithm."""
 
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    kl: KlConfig = field(default_factory=KlConfig)
 
 
 @dataclass(frozen=True)
@@ -297,6 +328,13 @@ class TrainConfig(Section, prefix="train."):
     """Rollouts per optimizer step. Unset: the whole training batch, one step."""
     micro_batch_size: Annotated[int, at_least(1, "nothing would be trained")] = 1
     """Samples per forward/backward."""
+    dynamic_batch_enable: bool = False
+    """Fill each forward/backward up to `max_tokens_per_gpu` instead of with `micro_batch_size` samples."""
+    max_tokens_per_gpu: Annotated[int, at_least(1, "no sample would fit")] = 16192
+    """Tokens per forward/backward and rank with `dynamic_batch_enable`, padding included.
+    A longer sample runs alone."""
+    force_on_policy: bool = False
+    """One optimizer step per training batch, whatever `batch_size` says."""
     max_epochs: Annotated[int, at_least(1, "nothing would be trained")] = 1
     """Passes over each training batch."""
     num_episodes: Annotated[int, at_least(1, "nothing would be trained")] = 1
@@ -344,11 +382,17 @@ class EvalConfig(Section, prefix="eval."):
     """Evaluation during RL."""
 
     dataset: str | None = None
-    """Comma list of files; columns as in --data."""
+    """Comma list of datasets as in --data.prompt_dataset; columns as in --data."""
+    split: str = "train"
+    """The split of saved directories and hub datasets."""
     steps: Annotated[int, CADENCE] = -1
     """Cadence in steps; -1: only at the start (eval_at_start) and at the end."""
     eval_at_start: bool = False
     """Evaluate version 0 before the first step."""
+    eval_only: bool = False
+    """Evaluate the model and end: no trainer is built. `molt eval` is the same."""
+    batch_size: Annotated[int | None, at_least(1, "nothing would be evaluated")] = None
+    """Prompts in flight at once. Unset: as many rollouts as in training."""
     n_samples_per_prompt: Annotated[int | None, at_least(1, "nothing would be evaluated")] = None
     """Samples per prompt. Unset: rollout's."""
     temperature: Annotated[
@@ -375,7 +419,7 @@ class RLConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     vllm: VllmConfig = field(default_factory=VllmConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
-    ckpt: CkptConfig = field(default_factory=CkptConfig)
+    ckpt: RLCkptConfig = field(default_factory=RLCkptConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
 
     @property
@@ -385,4 +429,5 @@ class RLConfig:
     @property
     def rollouts_per_step(self) -> int:
         """Rollouts of one optimizer step."""
-        return self.train.batch_size or self.rollouts_per_batch
+        asked = None if self.train.force_on_policy else self.train.batch_size
+        return asked or self.rollouts_per_batch

@@ -21,7 +21,12 @@ class SftDataConfig(Section, prefix="data."):
     """The conversations of SFT."""
 
     dataset: str = ""
-    """Comma list of json, jsonl or parquet files. Required."""
+    """Comma list of json, jsonl, csv, parquet or arrow files, saved dataset directories, hub names, each with an
+    optional `@data_dir`. Required."""
+    dataset_probs: str | None = None
+    """Comma list of shares, one per dataset, that mix them. Unset: one after the other."""
+    dataset_split: str = "train"
+    """The split of saved directories and hub datasets."""
     max_samples: Annotated[int | None, at_least(1, "no row would be left")] = None
     """Use only the first rows."""
     max_len: Annotated[int, at_least(1, "no row would be left")] = 2048
@@ -46,6 +51,9 @@ class SftTrainConfig(Section, prefix="train."):
     """Conversations per forward/backward."""
     batch_size: Annotated[int, at_least(1, "nothing would be trained")] = 128
     """Conversations per optimizer step."""
+    max_tokens_per_gpu: Annotated[int | None, at_least(1, "no conversation would fit")] = None
+    """Tokens per forward/backward and rank, padding included, instead of `micro_batch_size` conversations; a longer
+    one runs alone."""
     max_epochs: Annotated[int, at_least(1, "nothing would be trained")] = 2
     """Passes over the data."""
     max_steps: Annotated[int | None, at_least(1, "nothing would be trained")] = None
@@ -59,7 +67,9 @@ class SftEvalConfig(Section, prefix="eval."):
     """Held-out loss during SFT."""
 
     dataset: str | None = None
-    """Comma list of files; columns as in --data."""
+    """Comma list of datasets as in --data.dataset; columns as in --data."""
+    split: str = "train"
+    """The split of saved directories and hub datasets."""
     steps: Annotated[int, CADENCE] = -1
     """Cadence in optimizer steps; -1: after each epoch."""
 

@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -15,9 +17,11 @@ from ray.exceptions import RayTaskError
 
 from molt import cluster
 from molt.algo.advantage import ADVANTAGES
+from molt.algo.importance import FORMULAS
 from molt.chat.render import Renderer, load_renderer
 from molt.cli.args import dump
 from molt.config import RLConfig
+from molt.data.mixture import EpochOrder
 from molt.data.prompts import PromptDataset, PromptStream
 from molt.data.rows import DropReport, UnusableRow, load_rows
 from molt.errors import MoltError
@@ -28,6 +32,7 @@ from molt.report.metrics import values
 from molt.report.sinks import RunLog
 from molt.rollout.engine_worker import RolloutEngineWorker, Sampling
 from molt.rollout.evaluate import EPOCH as EVALUATION
+from molt.rollout.evaluate import Answers, answer
 from molt.rollout.producer import Producer
 from molt.train.checkpoint import checkpoint_step, latest_checkpoint
 from molt.types import Prompt
@@ -40,9 +45,22 @@ def run_rl(config: RLConfig, engine_worker: Any = RolloutEngineWorker) -> None:
 
     engine_worker: the Ray actor class of an `Engine`; the tests have one without vLLM.
     """
+    _in_ray(config, drive, engine_worker)
+    # The page is made outside the RL path; failing to draw it does not fail the run.
+    with suppress(subprocess.TimeoutExpired):
+        subprocess.run([sys.executable, "-m", "molt", "report", str(config.ckpt.output_dir)], check=False, timeout=300)
+
+
+def run_evaluation(config: RLConfig, engine_worker: Any = RolloutEngineWorker) -> tuple[Answers, float]:
+    """`eval.eval_only`: what the model answers to `eval.dataset`, and the seconds it took. No trainer is built."""
+    return _in_ray(config, answers, engine_worker)
+
+
+def _in_ray(config: RLConfig, main: Callable[..., Any], engine_worker: Any) -> Any:
+    """The value of the coroutine function `main` in a Ray session; of what it raises, the `MoltError` inside."""
     cluster.start_ray(config)
     try:
-        asyncio.run(drive(config, engine_worker))
+        return asyncio.run(main(config, engine_worker))
     except Exception as error:  # no fault boundary: everything is raised again
         cause = _first(error)
         if isinstance(cause, MoltError):
@@ -50,16 +68,20 @@ def run_rl(config: RLConfig, engine_worker: Any = RolloutEngineWorker) -> None:
         raise
     finally:
         ray.shutdown()
-    # The page is made outside the RL path; failing to draw it does not fail the run.
-    with suppress(subprocess.TimeoutExpired):
-        subprocess.run([sys.executable, "-m", "molt", "report", str(config.ckpt.output_dir)], check=False, timeout=300)
+
+
+async def answers(config: RLConfig, engine_worker: Any = RolloutEngineWorker) -> tuple[Answers, float]:
+    """The driver of `run_evaluation`, inside a Ray session."""
+    prompts = _evaluation_prompts(config)
+    processes = await cluster.start(config, 0, engine_worker)
+    started = time.perf_counter()
+    found = await answer(prompts, processes.runners, config.rollout, config.eval)
+    return found, time.perf_counter() - started
 
 
 async def drive(config: RLConfig, engine_worker: Any = RolloutEngineWorker) -> None:
     """The driver of one run, inside a Ray session."""
-    rows = load_rows(config.data.prompt_dataset, flag="data.prompt_dataset", max_samples=config.data.max_samples)
-    dataset = PromptDataset(rows, config.data)
-    stream = PromptStream(dataset, seed=config.train.seed, num_episodes=config.train.num_episodes)
+    stream = _prompt_stream(config)
     total_steps = min(config.train.max_steps or sys.maxsize, math.ceil(len(stream) / config.rollout.batch_size))
     steps_per_batch = math.ceil(config.rollouts_per_batch / config.rollouts_per_step) * config.train.max_epochs
     renderer = load_renderer(
@@ -92,9 +114,13 @@ async def drive(config: RLConfig, engine_worker: Any = RolloutEngineWorker) -> N
             await run.records.restore(run, checkpoint)
             print(f"resumed from {checkpoint}: {len(producer.finished_groups())} finished groups are in the buffer")
         elif config.ckpt.load_enable:
+            await run.records.follow(run, None)
             print(f"no checkpoint in {config.ckpt.checkpoints}: starting from the beginning")
         _stop_on_signals(producer)
-        await _whole(run)
+        try:
+            await _whole(run)
+        finally:
+            await run.records.settle()  # whatever stopped the run, the last checkpoint is completed
 
 
 async def _whole(run: Run) -> None:
@@ -113,14 +139,23 @@ async def _whole(run: Run) -> None:
         await evaluate_now(run)
     if stopped or not config.ckpt.disable_final_save:
         await run.records.save(run)
+    await run.records.settle()
     if not stopped and not config.ckpt.disable_final_save:
         await run.records.export(run, config.ckpt.output_dir.resolve())
+
+
+def _prompt_stream(config: RLConfig) -> PromptStream:
+    data, flag = config.data, "data.prompt_dataset"
+    mixed = data.prompt_probs is not None
+    rows = load_rows(data.prompt_dataset, flag=flag, split=data.prompt_split, max_samples=data.max_samples, each=mixed)
+    order = EpochOrder(rows.sizes, seed=config.train.seed, shares=data.prompt_probs, flag="data.prompt_probs")
+    return PromptStream(PromptDataset(rows, data), order, num_episodes=config.train.num_episodes)
 
 
 def _evaluation_prompts(config: RLConfig) -> list[Prompt]:
     if config.eval.dataset is None:
         return []
-    rows = load_rows(config.eval.dataset, flag="eval.dataset", max_samples=None)
+    rows = load_rows(config.eval.dataset, flag="eval.dataset", split=config.eval.split)
     dataset, report, prompts = PromptDataset(rows, config.data), DropReport(len(rows)), []
     for row in range(len(dataset)):
         try:
@@ -173,7 +208,8 @@ def header(config: RLConfig, total_steps: int) -> str:
     correction = "c = 1 (no importance correction)"
     if advantage.is_correction_level != "off":
         low, high = advantage.is_correction_threshold
-        correction = f"c = {advantage.is_correction_mode}(exp(old - rollout), {low:g}, {high:g})"
+        formula = FORMULAS[advantage.is_correction_level].format(mode=advantage.is_correction_mode, low=low, high=high)
+        correction = f"c = {formula}, w = exp(old - rollout)"
     whitened = " whitened over the batch" if estimator.whiten and not advantage.no_whiten else ""
     lines = [
         f"molt rl  {config.actor.model_name_or_path}  agent {config.train.agent_path}",

@@ -82,6 +82,8 @@ async def learn(run: Run) -> None:
             groups_per_step=config.rollouts_per_step // config.rollout.n_samples_per_prompt,
             micro_batch_size=config.train.micro_batch_size,
             ranks=len(cluster.policy.workers),
+            max_tokens=config.train.max_tokens_per_gpu if config.train.dynamic_batch_enable else None,
+            packed=config.fsdp.packing_samples,
         )
 
         # batch → loss → step
@@ -95,7 +97,7 @@ async def learn(run: Run) -> None:
         clock.lap("publish_s")
 
         await run.records.step(run, groups, group_advantages, [trained, proof, clock.metrics()])
-        if config.eval.steps > 0 and run.step % config.eval.steps == 0:
+        if run.step == run.total_steps or (config.eval.steps > 0 and run.step % config.eval.steps == 0):
             await evaluate_now(run)
         if config.ckpt.save_steps > 0 and run.step % config.ckpt.save_steps == 0:
             await run.records.save(run)
@@ -114,7 +116,7 @@ async def evaluate_now(run: Run) -> None:
         return
     run.evaluated = run.step
     metrics = await evaluate(run.eval_prompts, run.cluster.runners, run.config.rollout, run.config.eval)
-    run.records.evaluation(run.step, metrics)
+    await run.records.evaluation(run, metrics)
 
 
 class Clock:

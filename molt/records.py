@@ -2,18 +2,30 @@
 
 import asyncio
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from molt.chat.render import Renderer
 from molt.config import RLConfig
+from molt.errors import ConfigError, TrainingError
 from molt.report.metrics import merge, values
 from molt.report.rollouts import write_rollouts
 from molt.report.sinks import RunLog
 from molt.rollout.buffer import load_buffer, save_buffer
 from molt.rollout.producer import own
-from molt.train.checkpoint import begin, commit, prune, require_same_run
+from molt.train.checkpoint import (
+    begin,
+    checkpoint_path,
+    commit,
+    complete,
+    failing,
+    prune,
+    removing,
+    require_same_run,
+    write_file,
+)
 from molt.types import Group, Metric, PolicyFailure, Sample
 
 if TYPE_CHECKING:
@@ -21,6 +33,8 @@ if TYPE_CHECKING:
 
 
 Metrics = dict[str, Metric]
+NEARLY_ALL, FILTERED_STEPS = 0.99, 3
+"""A step of which this fraction of the trained tokens is filtered warns; so many in a row stop the run."""
 
 
 class Records:
@@ -28,18 +42,28 @@ class Records:
 
     def __init__(self, config: RLConfig, log: RunLog, renderer: Renderer):
         self.config, self.log, self.renderer = config, log, renderer
-        self.saved: int | None = None
-        """The step that was saved last."""
+        self.saved: tuple[int, int | None] | None = None
+        """Step, and version evaluated last, of the newest checkpoint."""
+        self.writing: asyncio.Task | None = None
+        """The checkpoint that is being written; one at a time."""
+        self.best: dict[str, Any] | None = None
+        """Step, metric and value of the best evaluation in the lineage of the weights."""
+        self.folder = config.ckpt.checkpoints.resolve()
+        self.best_file, self.best_model = self.folder / "best.json", config.ckpt.output_dir.resolve() / "best"
+        self.filtered_steps = 0
+        """Steps in a row, up to now, of which nearly everything was filtered."""
 
     def event(self, kind: str, **fields: Any) -> None:
         self.log.event(kind, **fields)
 
-    def evaluation(self, step: int, metrics: dict[str, Metric]) -> None:
-        self.log.step(step, values(metrics))
-        self.event("evaluation", version=step, **values(metrics))
+    async def evaluation(self, run: "Run", metrics: Metrics) -> None:
+        """Log an evaluation of the published version, which is kept if it is the best."""
+        self.log.step(run.step, values(metrics))
+        self.event("evaluation", version=run.step, **values(metrics))
+        await self.keep_best(run, metrics)
 
     async def step(self, run: "Run", groups: list[Group], advantages: list[list[Any]], parts: list[Metrics]) -> None:
-        """Metrics and stored rollouts of one training batch."""
+        """Metrics and stored rollouts of one training batch. Raises what writing a checkpoint raised meanwhile."""
         rollouts = [_rollout_metrics(group) for group in groups]
         metrics = values(merge([*parts, *rollouts, *run.producer.take_metrics()]))
         metrics["perf/tokens_per_s"] = metrics["rollout/generated_tokens"] * len(groups) / metrics["timing/step_s"]
@@ -52,29 +76,136 @@ class Records:
             rows += _rows(group, of_rollouts, await group.samples, run.step)
         kept = rows[: limit if limit >= 0 else None]
         await asyncio.to_thread(write_rollouts, self.log.run_dir, run.step, kept, self.renderer.tokenizer.decode)
+        try:
+            self.check_filtered(run.step, metrics)
+        except TrainingError:
+            await self.save(run)
+            raise
+        if self.writing is not None and self.writing.done():
+            await self.settle()
+
+    def check_filtered(self, step: int, metrics: dict[str, float]) -> None:
+        """Warn of a step of which the importance band left nearly nothing; raise `TrainingError` at the third in a row.
+
+        clip and trunc bound the ratios and train on, so this is about mode mask alone.
+        """
+        advantage, fraction = self.config.algo.advantage, metrics.get("ratio/filtered_fraction", 0.0)
+        if advantage.is_correction_mode != "mask" or fraction < NEARLY_ALL:
+            self.filtered_steps = 0
+            return
+        self.filtered_steps += 1
+        low, high = advantage.is_correction_threshold
+        shown = [name for name in sorted(metrics) if name.startswith(("ratio/", "mismatch/"))]
+        table = "\n".join(f"  {name} {metrics[name]:.4g}" for name in shown)
+        message = (
+            f"step {step}: `algo.advantage.is_correction_threshold` (={low:g} {high:g}) filtered {fraction:.1%} of the "
+            f"trained tokens, so next to nothing was learned. That makes {self.filtered_steps} such steps in a row; at "
+            f"{FILTERED_STEPS} the run stops.\n{table}\n"
+            "If mismatch/* is large, trainer and engine disagree: use --fsdp.param_dtype fp32. Else the tokens are too "
+            "old or the band is too narrow: lower --train.async_queue_size, or widen the band."
+        )
+        self.event("filtered", step=step, fraction=fraction, in_a_row=self.filtered_steps)
+        if self.filtered_steps == FILTERED_STEPS:
+            raise TrainingError(f"{message} Then resume with --ckpt.load_enable.")
+        print(message, file=sys.stderr)
 
     async def save(self, run: "Run") -> None:
-        """A complete checkpoint of this moment between two steps, once; the newest `ckpt.max_num` are kept."""
-        if self.saved == run.step and run.producer.error is None:  # an error changes what the ledger holds
+        """A complete checkpoint of this moment between two steps, once.
+
+        With `ckpt.async_save` it returns when the ranks have copied their state; `settle` waits for the rest.
+        Raises `CheckpointError` when the disk does not take it, or did not take the one before.
+        """
+        ckpt, moment = self.config.ckpt, (run.step, run.evaluated)
+        if self.saved == moment and run.producer.error is None:  # an error changes what the ledger holds
             return
-        ledger, finished = run.producer.ledger(), run.producer.finished_groups()
-        folder = self.config.ckpt.checkpoints.resolve()
-        aside = begin(folder, run.step)
-        await run.cluster.policy.save(aside)
-        await asyncio.to_thread(save_buffer, aside, finished, [await group.samples for group in finished])
-        state = {"step": run.step, "total_steps": run.total_steps, "ledger": ledger, "data": self._identity(run)}
+        await self.settle()
+        finished = run.producer.finished_groups()
+        state = {"step": run.step, "total_steps": run.total_steps, "evaluated": run.evaluated, "best": self.best}
+        state |= {"ledger": run.producer.ledger(), "data": self._identity(run)}
+        aside = begin(self.folder, run.step)
+        with removing(aside):
+            await run.cluster.policy.save(aside, ckpt.async_save)
+            if ckpt.save_hf:
+                await self.export(run, aside / "hf")
+        self.saved = moment
+        self.writing = asyncio.create_task(self._write(run, aside, state, finished))
+        if not ckpt.async_save:
+            await self.settle()
+
+    async def settle(self) -> None:
+        """Wait for the checkpoint that is being written. Raises what went wrong with it."""
+        writing, self.writing = self.writing, None
+        if writing is not None:
+            await writing
+
+    async def _write(self, run: "Run", aside: Path, state: dict[str, Any], finished: list[Group]) -> None:
+        """Everything of a checkpoint that can wait; `state` and `finished` are of the moment it was begun."""
+        with removing(aside):
+            await run.cluster.policy.written(aside)
+            samples = [await group.samples for group in finished]
+            path = await asyncio.to_thread(self._commit, aside, state, finished, samples)
+        self.event("checkpoint", step=state["step"], path=str(path), buffered=len(finished))
+
+    def _commit(self, aside: Path, state: dict[str, Any], finished: list[Group], samples: list[Any]) -> Path:
+        """Flushes every file, so it is no work for the event loop."""
+        save_buffer(aside, finished, samples)
         (aside / "loop.json").write_text(json.dumps(state))
-        path = await asyncio.to_thread(commit, aside)  # flushes every file: no work for the event loop
-        prune(folder, self.config.ckpt.max_num)
-        if self.config.ckpt.save_hf:
-            await self.export(run, path / "hf")
-        self.saved = run.step
-        self.event("checkpoint", step=run.step, path=str(path), buffered=len(finished))
+        path, ckpt, best = commit(aside), self.config.ckpt, state["best"]
+        prune(self.folder, ckpt.max_num, ckpt.max_mem * 2**30, best and best["step"])
+        return path
+
+    async def keep_best(self, run: "Run", metrics: Metrics) -> None:
+        """Save and export the evaluated version if it is better than every one before.
+
+        Raises `ConfigError` when the evaluation has no `ckpt.best_metric_key`.
+        """
+        key = self.config.ckpt.best_metric_key
+        if key == "":
+            key = self.best["metric"] if self.best else next(name for name in metrics if name.endswith("/pass1"))
+        if key is None:
+            return
+        lost = sum(metric.total for name, metric in metrics.items() if name.endswith("/failures"))
+        if key not in metrics and not lost:
+            await self.save(run)
+            raise ConfigError(
+                f"`ckpt.best_metric_key` (={key}) is not what the evaluation measures: no version could be the best. "
+                f"Use one of {', '.join(sorted(metrics))}, or None; then resume with --ckpt.load_enable."
+            )
+        value = values(metrics).get(key)
+        if value is None or (self.best and self.best["metric"] == key and value <= self.best["value"]):
+            return
+        self.best = {"step": run.step, "metric": key, "value": value}
+        await self.save(run)
+        await self.settle()  # best.json never names a checkpoint that is not there
+        await self._export_best(run)
+        self.event("best", **self.best)
+
+    async def _export_best(self, run: "Run") -> None:
+        """The policy, which is that of `best`, to OUTPUT_DIR/best; then `best.json`, which says that it is whole."""
+        self.best_file.unlink(missing_ok=True)
+        await self.export(run, self.best_model)
+        with failing(self.best_file):
+            write_file(self.best_file, json.dumps(self.best))
+
+    async def follow(self, run: "Run", best: dict[str, Any] | None) -> None:
+        """Make `best.json` and OUTPUT_DIR/best those of the lineage that goes on; a kill may have come between them."""
+        noted = json.loads(self.best_file.read_text()) if self.best_file.exists() else None
+        self.best = best
+        if noted == best:
+            return
+        if best and complete(path := checkpoint_path(self.folder, best["step"])):
+            await run.cluster.policy.load(path)
+            await self._export_best(run)
+            return
+        self.best = None  # its checkpoint went with the lineage that was abandoned
+        self.best_file.unlink(missing_ok=True)
+        shutil.rmtree(self.best_model, ignore_errors=True)
 
     async def restore(self, run: "Run", path: Path) -> None:
         """Continue where `path` was saved."""
         state = json.loads((path / "loop.json").read_text())
         require_same_run(path, state["data"], self._identity(run))
+        await self.follow(run, state["best"])
         await run.cluster.policy.load(path)
         stream = run.producer.stream
         groups, samples = load_buffer(path, lambda epoch, position: stream[stream.index(epoch, position)])
@@ -86,18 +217,19 @@ class Records:
                 f"{run.total_steps}, not {state['total_steps']} as before: the rate jumps here.",
                 file=sys.stderr,
             )
-        run.step = self.saved = state["step"]
+        run.step, run.evaluated = self.saved = state["step"], state["evaluated"]
         run.producer.restore(state["ledger"], groups, run.step)
 
-    def _identity(self, run: "Run") -> dict[str, int]:
+    def _identity(self, run: "Run") -> dict[str, Any]:
         """What must be the same for a position in the prompt stream to mean the same prompt and group."""
-        rollout, train = self.config.rollout, self.config.train
-        rows = len(run.producer.stream) // train.num_episodes
-        return {"rows": rows, "seed": train.seed, "batch": rollout.batch_size, "group": rollout.n_samples_per_prompt}
+        rollout, order = self.config.rollout, run.producer.stream.order.identity
+        group = rollout.n_samples_per_prompt
+        return {**order, "seed": self.config.train.seed, "batch": rollout.batch_size, "group": group}
 
     async def export(self, run: "Run", path: Path) -> None:
-        """The policy as a Hugging Face model directory."""
-        await run.cluster.policy.export(self.config.actor.model_name_or_path, self.config.data.chat_template, path)
+        """The policy as a Hugging Face model directory. Raises `CheckpointError` when the disk does not take it."""
+        with failing(path):
+            await run.cluster.policy.export(self.config.actor.model_name_or_path, self.config.data.chat_template, path)
 
 
 def _rollout_metrics(group: Group) -> dict[str, Metric]:

@@ -21,12 +21,37 @@ def message(c: Any, names: str, consequence: str, fix: str) -> str:
     return f"{first} with {' and '.join(others)}: {consequence}. {fix}."
 
 
+def comma_list(text: str) -> list[str]:
+    return [item.strip() for item in text.split(",") if item.strip()]
+
+
+def wrong_shares(shares: str | None, datasets: str) -> tuple[str, str] | None:
+    """Consequence and fix, if these are not shares that mix these datasets."""
+    if shares is None:
+        return None
+    items, n = comma_list(shares), len(comma_list(datasets))
+    fix = f"Give {n} numbers above 0, such as {','.join(['1'] * n)}"
+    if n == 1:
+        return "one dataset has nothing to be mixed with", "Drop the shares, or name another dataset"
+    if len(items) != n:
+        return f"{len(items)} shares cannot mix {n} datasets", fix
+    for item in items:
+        try:
+            usable = 0 < float(item) < float("inf")
+        except ValueError:
+            usable = False
+        if not usable:
+            return f"{item!r} is not a share, so no mixture can be drawn", fix
+    return None
+
+
 def required(c: Any, name: str, consequence: str, example: str) -> Message:
     return None if attrgetter(name)(c) else f"`{name}` is not set: {consequence}. Pass --{name} {example}."
 
 
 def rl_needs_a_model(c: RLConfig) -> Message:
-    return required(c, "actor.model_name_or_path", "there is nothing to train", "DIR")
+    aim = "evaluate" if c.eval.eval_only else "train"
+    return required(c, "actor.model_name_or_path", f"there is nothing to {aim}", "DIR")
 
 
 def rl_needs_prompts(c: RLConfig) -> Message:
@@ -37,11 +62,33 @@ def rl_needs_an_agent(c: RLConfig) -> Message:
     return required(c, "train.agent_path", "nothing says what a reward is", "FILE.py")
 
 
+def eval_needs_a_dataset(c: RLConfig) -> Message:
+    return required(c, "eval.dataset", "there is nothing to evaluate it on", "FILE.jsonl")
+
+
+def shares_mix_the_datasets(c: RLConfig) -> Message:
+    if c.data.prompt_dataset and (wrong := wrong_shares(c.data.prompt_probs, c.data.prompt_dataset)):
+        return message(c, "data.prompt_probs data.prompt_dataset", *wrong)
+
+
+def tools_need_a_template(c: RLConfig) -> Message:
+    if c.data.tools_key and not c.data.apply_chat_template:
+        consequence = "plain text has no place for tools, so none would be offered"
+        fix = "Pass --data.apply_chat_template, or drop --data.tools_key"
+        return message(c, "data.tools_key data.apply_chat_template", consequence, fix)
+
+
 def baseline_needs_a_group(c: RLConfig) -> Message:
     if c.rollout.n_samples_per_prompt == 1 and c.algo.advantage.estimator in NEED_A_GROUP:
         consequence = "a group of one has no baseline, so every advantage would be 0"
         fix = "Use --rollout.n_samples_per_prompt 8, or --algo.advantage.estimator reinforce"
         return message(c, "rollout.n_samples_per_prompt algo.advantage.estimator", consequence, fix)
+
+
+def no_kl_yet(c: RLConfig) -> Message:
+    if c.algo.kl.init_coef != 0:
+        consequence = "no reference model is built yet, so no KL would be computed"
+        return f"`algo.kl.init_coef` (={c.algo.kl.init_coef}): {consequence}. Use --algo.kl.init_coef 0."
 
 
 def stale_tokens_need_correction(c: RLConfig) -> Message:
@@ -65,6 +112,22 @@ def answer_fits_the_context(c: RLConfig) -> Message:
         if (attrgetter(name)(c) or 0) >= c.data.max_len:
             fix = f"Use --{name} {max(1, c.data.max_len // 2)}, or raise --data.max_len"
             return message(c, f"{name} data.max_len", "the context has no room for a prompt", fix)
+
+
+def whole_samples_are_masked(c: RLConfig) -> Message:
+    advantage = c.algo.advantage
+    if advantage.is_correction_level in ("seq", "geo") and advantage.is_correction_mode != "mask":
+        names = "algo.advantage.is_correction_level algo.advantage.is_correction_mode"
+        consequence = "one number per sample says whether it is trained, it is not a ratio of a token to be bounded"
+        fix = "Use --algo.advantage.is_correction_mode mask, or --algo.advantage.is_correction_level token"
+        return message(c, names, consequence, fix)
+
+
+def on_policy_is_one_epoch(c: RLConfig) -> Message:
+    if c.train.force_on_policy and c.train.max_epochs > 1:
+        consequence = "every epoch after the first would train a policy that has moved away from its rollouts"
+        fix = "Use --train.max_epochs 1, or drop --train.force_on_policy"
+        return message(c, "train.force_on_policy train.max_epochs", consequence, fix)
 
 
 def steps_split_by_groups(c: RLConfig) -> Message:
@@ -102,14 +165,30 @@ RULES: list[Rule] = [
     rl_needs_a_model,
     rl_needs_prompts,
     rl_needs_an_agent,
+    shares_mix_the_datasets,
+    tools_need_a_template,
     baseline_needs_a_group,
+    no_kl_yet,
     stale_tokens_need_correction,
     correction_needs_the_whole_distribution,
     answer_fits_the_context,
+    whole_samples_are_masked,
+    on_policy_is_one_epoch,
     steps_split_by_groups,
     staleness_covers_the_queue,
     transfer_fits_the_device,
 ]
+
+
+EVAL_RULES: list[Rule] = [
+    rl_needs_a_model,
+    rl_needs_an_agent,
+    eval_needs_a_dataset,
+    tools_need_a_template,
+    answer_fits_the_context,
+    transfer_fits_the_device,
+]
+"""What an evaluation without training (`eval.eval_only`) must keep."""
 
 
 def broken(rules: list[Rule], config: Any) -> list[str]:
@@ -137,6 +216,12 @@ def warn_eval_without_dataset(c: Any) -> Message:
         return message(c, "eval.dataset eval.steps", "nothing is evaluated", "Pass --eval.dataset FILE.jsonl")
 
 
+def warn_no_best(c: RLConfig) -> Message:
+    if c.ckpt.best_metric_key and c.eval.dataset is None:
+        consequence = "nothing is evaluated, so no version is the best"
+        return message(c, "ckpt.best_metric_key eval.dataset", consequence, "Pass --eval.dataset FILE.jsonl")
+
+
 def warn_template_unused(c: RLConfig) -> Message:
     if c.data.chat_template and not c.data.apply_chat_template:
         consequence = "prompts are plain text, so no template is used"
@@ -162,8 +247,10 @@ WARNINGS: list[Rule] = [
     warn_uncorrected,
     warn_more_in_flight_than_open,
     warn_eval_without_dataset,
+    warn_no_best,
     warn_template_unused,
     warn_gamma_unused,
     warn_nothing_saved,
 ]
 """What is allowed but probably not meant."""
+EVAL_WARNINGS: list[Rule] = [warn_template_unused]

@@ -1,7 +1,7 @@
 """`FakeEngine`: the `Engine` Protocol without vLLM, for fast tests of everything around it.
 
 It holds a transformers model, really loads what is published and really samples from it, so log-probs
-and versions are true. A sample is a function of (weights, prompt, seed, version). What it fakes is
+and versions are true. A sample is a function of (weights, prompt, seed), as vLLM's is. What it fakes is
 speed, batching and packing; those are tested against vLLM in tests/rollout/test_vllm.py.
 """
 
@@ -35,11 +35,12 @@ class FakeEngine:
     async def generate(self, request_id: str, prompt_ids: list[int], sampling: Sampling) -> Turn:
         await self.open.wait()
         await asyncio.sleep(0.001)
-        generator = torch.Generator().manual_seed((sampling.seed * 1_000_003 + int(self.version)) % 2**63)
+        generator = torch.Generator().manual_seed(sampling.seed)
         ids, logprobs = list(prompt_ids), []
         while len(logprobs) < sampling.max_tokens and (not logprobs or ids[-1] not in sampling.stop_token_ids):
-            values = self._logprobs(ids, sampling.temperature)[-1]
-            ids.append(int(torch.multinomial(values.exp(), 1, generator=generator)))
+            values = self._logprobs(ids, sampling.temperature or 1.0)[-1]
+            greedy = sampling.temperature == 0
+            ids.append(int(values.argmax() if greedy else torch.multinomial(values.exp(), 1, generator=generator)))
             logprobs.append(float(values[ids[-1]]))
         n = len(logprobs)
         return Turn(

@@ -1,6 +1,6 @@
 """Whole RL runs over `FakeEngine`: settings, data and a look at what they leave.
 
-python -m tests.runs FLAGS...      one run in a process of its own, to be signalled or killed
+python -m tests.runs FLAGS...      one run, or evaluation, in a process of its own, to be signalled or killed
 """
 
 import json
@@ -66,8 +66,16 @@ def trained_groups(output: Path) -> list[str]:
 
 
 if __name__ == "__main__":
+    from molt.cli.eval import present
     from molt.cli.main import run_command
-    from molt.driver import run_rl
+    from molt.driver import run_evaluation, run_rl
     from tests.fakes import FakeEngineWorker
 
-    sys.exit(run_command(lambda argv: run_rl(parse(RLConfig, argv, prog="test"), FakeEngineWorker), sys.argv[1:]))
+    def command(argv: list[str]) -> None:
+        config = parse(RLConfig, argv, prog="test")
+        if config.eval.eval_only:
+            present(config, *run_evaluation(config, FakeEngineWorker))
+        else:
+            run_rl(config, FakeEngineWorker)
+
+    sys.exit(run_command(command, sys.argv[1:]))

@@ -22,9 +22,16 @@ LAYERS = [
     {"cli", "loop", "cluster", "records", "driver", "guard", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-NAMES_CUDA = {"molt/models/build.py", "molt/publish/transfer.py", "molt/parallel/mesh.py", "molt/config.py"}
+NAMES_CUDA = {
+    "molt/models/build.py",
+    "molt/models/automodel.py",
+    "molt/models/automodel_cpu.py",
+    "molt/publish/transfer.py",
+    "molt/parallel/mesh.py",
+    "molt/config.py",
+}
 NOT_IN_RL_PATH = re.compile(
-    r"molt/(report/(page|charts|viewer\w*)|cli/(demo\w*|train_sft|main|advice)|train/sft\w*|config_sft|rules_sft)\.py"
+    r"molt/(report/(page|charts|viewer\w*)|cli/(demo\w*|train_sft|eval|main|advice)|train/sft\w*|config_sft|rules_sft)\.py"
 )
 
 MODULES = count_lines.package_modules()

@@ -9,9 +9,11 @@ import torch
 from safetensors.torch import load_file
 
 from molt.algo import advantage
-from molt.driver import drive
+from molt.driver import answers, drive
 from molt.errors import CheckpointError, FailureRateError, MoltError, TrainingError
 from molt.publish.publication import Publisher
+from molt.report.metrics import values
+from molt.rollout.evaluate import score
 from tests.fakes import FakeEngineWorker
 from tests.runs import events, metrics, settings, trained_groups, write_prompts
 
@@ -45,7 +47,7 @@ def test_a_run_learns_and_leaves_what_it_promises(ray_session, model_dir, tmp_pa
     assert len(events(output, "evaluation")) == 2
     epochs = [sorted(g for g in trained_groups(output) if g.startswith(f"{epoch}:")) for epoch in (0, 1)]
     assert epochs == [sorted(f"{epoch}:{i}" for i in range(40)) for epoch in (0, 1)]
-    assert sorted(p.name for p in (output / "checkpoints").iterdir()) == ["step_000014", "step_000020"]
+    assert sorted(p.name for p in (output / "checkpoints").glob("step_*")) == ["step_000014", "step_000020"]
     assert (output / "config.json").exists() and (output / "model.safetensors").exists()
 
 
@@ -68,6 +70,50 @@ def test_two_ranks_two_engines_two_runners_several_steps_per_batch(ray_session, 
     assert max(metrics(output, "mismatch/abs_max")) <= 1e-4
 
 
+@pytest.fixture(scope="module")
+def one_rank(ray_session, model_dir, tmp_path_factory):
+    """Where a run with one rank and padded micro-batches left its metrics."""
+    directory = tmp_path_factory.mktemp("one_rank")
+    return layout_run(model_dir, directory, "--train.micro_batch_size", "5")
+
+
+def layout_run(model_dir, directory, *more):
+    prompts = write_prompts(directory / "p.jsonl", 40)
+    # So many tokens that the first batch has rewards to learn from.
+    run(settings(model_dir, directory / "out", prompts, "--train.async_queue_size", "0",
+                 "--rollout.max_new_tokens", "16", *more))  # fmt: skip
+    return directory / "out"
+
+
+@pytest.mark.parametrize("more", [
+    ("--actor.num_gpus_per_node", "2", "--train.micro_batch_size", "5"),
+    ("--actor.num_gpus_per_node", "2", "--train.dynamic_batch_enable", "--train.max_tokens_per_gpu", "100",
+     "--fsdp.packing_samples"),
+])  # fmt: skip
+def test_ranks_and_micro_batches_change_nothing(ray_session, model_dir, one_rank, tmp_path, more):
+    output = layout_run(model_dir, tmp_path, *more)
+    loss, norm = (metrics(output, f"train/{name}") for name in ("loss", "grad_norm"))
+    assert loss[0] == pytest.approx(metrics(one_rank, "train/loss")[0], abs=1e-6)
+    assert norm[0] == pytest.approx(metrics(one_rank, "train/grad_norm")[0], rel=1e-5) and norm[0] > 0.01
+    for name in ("ratio/mean", "train/entropy", "rollout/reward", "staleness/mean"):
+        assert metrics(output, name)[0] == pytest.approx(metrics(one_rank, name)[0], rel=1e-5)
+    rewards = metrics(output, "rollout/reward")
+    assert len(rewards) == 10 and sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1
+
+
+def test_a_band_that_filters_everything_warns_and_then_stops(ray_session, model_dir, tmp_path, capsys):
+    output, prompts = tmp_path / "out", write_prompts(tmp_path / "p.jsonl", 40)
+    band = ("--algo.advantage.is_correction_level", "geo", "--algo.advantage.is_correction_threshold", "1.5", "5")
+    with pytest.raises(TrainingError, match=r"threshold` \(=1.5 5\) filtered 100.0% of(.|\n)*3 such steps"):
+        run(settings(model_dir, output, prompts, *band))
+    printed = capsys.readouterr()
+    assert printed.err.count("next to nothing was learned") == 2 and "  ratio/mean 1" in printed.err
+    assert "c = w if 1.5 <= exp(mean of log w over the sample) <= 5 else 0, w = exp(old - rollout)" in printed.out
+    assert [(e["step"], e["in_a_row"]) for e in events(output, "filtered")] == [(1, 1), (2, 2), (3, 3)]
+    assert metrics(output, "train/grad_norm") == [0, 0, 0]
+    assert [path.name for path in (output / "checkpoints").glob("step_*")] == ["step_000003"]
+
+
 def test_failed_rollouts_are_never_trained_and_are_backfilled(ray_session, model_dir, tmp_path):
     prompts = write_prompts(tmp_path / "p.jsonl", 41, {5: "raise"})
     run(settings(model_dir, tmp_path / "out", prompts, "--rollout.max_retries", "1",
@@ -80,7 +126,7 @@ def test_failed_rollouts_are_never_trained_and_are_backfilled(ray_session, model
 
 
 @pytest.mark.parametrize(("label", "reason", "detail"), [
-    ("hang", "timeout", "rollout.timeout_s (=10)"), ("nan", "reward_not_finite", "reward nan"),
+    ("hang", "timeout", "rollout.timeout_s (=10)"), ("nan", "reward_not_finite", "sevens.py:11) returned reward nan"),
 ])  # fmt: skip
 def test_a_hanging_env_and_a_nan_reward_cost_their_group_alone(ray_session, model_dir, tmp_path, label, reason, detail):
     prompts = write_prompts(tmp_path / "p.jsonl", 21, {5: label})
@@ -173,3 +219,18 @@ def test_a_publication_that_is_not_in_use_stops_the_run(ray_session, model_dir, 
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
     assert isinstance(error, MoltError) and "received, not in use" in str(error)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_evaluation_of_the_exported_model_gives_the_number_of_the_run(ray_session, model_dir, tmp_path, processes):
+    output, prompts = tmp_path / "out", write_prompts(tmp_path / "p.jsonl", 12)
+    count = ("--vllm.num_engines", str(processes), "--rollout.num_runners", str(processes))
+    evaluation = ("--eval.dataset", prompts, "--eval.n_samples_per_prompt", "3", "--eval.max_new_tokens", "6")
+    run(settings(model_dir, output, prompts, *count, *evaluation))
+    (inside,) = events(output, "evaluation")
+    config = settings(str(output), tmp_path / "nothing", "", *evaluation, "--eval.eval_only")
+    found, seconds = asyncio.run(answers(config, FakeEngineWorker))
+    outside = values(score(found))
+    assert 0 < outside["eval/p/pass1"] < 1 and outside["eval/p/pass1_low"] < outside["eval/p/pass1_high"]
+    assert outside == {name: value for name, value in inside.items() if name.startswith("eval/")}
+    assert seconds > 0 and not (tmp_path / "nothing").exists()

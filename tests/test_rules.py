@@ -18,15 +18,50 @@ GOOD_RL = (
     "--rollout.batch_size 12 --rollout.n_samples_per_prompt 4"
 )
 GOOD_SFT = "--model.model_name_or_path m --data.dataset d.jsonl"
-CONFIGS = {"rl": (RLConfig, GOOD_RL), "sft": (SftConfig, GOOD_SFT)}
-ERRORS = {"rl": rules.RULES, "sft": rules_sft.RULES}
-WARNINGS = {"rl": rules.WARNINGS, "sft": rules_sft.WARNINGS}
+GOOD_EVAL = "--actor.model_name_or_path m --eval.dataset e.jsonl --train.agent_path a.py --eval.eval_only"
+CONFIGS = {"rl": (RLConfig, GOOD_RL), "eval": (RLConfig, GOOD_EVAL), "sft": (SftConfig, GOOD_SFT)}
+ERRORS = {"rl": rules.RULES, "eval": rules.EVAL_RULES, "sft": rules_sft.RULES}
+WARNINGS = {"rl": rules.WARNINGS, "eval": rules.EVAL_WARNINGS, "sft": rules_sft.WARNINGS}
 
 # rule, trainer, flags that break it, values in the message, consequence, a fix
 BROKEN = [
     (rules.rl_needs_a_model, "rl", "--actor.model_name_or_path ''", ["not set"], "nothing to train", ""),
+    (rules.rl_needs_a_model, "eval", "--actor.model_name_or_path ''", ["not set"], "nothing to evaluate", ""),
+    (rules.eval_needs_a_dataset, "eval", "--eval.dataset None", ["not set"], "nothing to evaluate it on", ""),
     (rules.rl_needs_prompts, "rl", "--data.prompt_dataset ''", ["not set"], "no rollout can start", ""),
     (rules.rl_needs_an_agent, "rl", "--train.agent_path ''", ["not set"], "what a reward is", ""),
+    *(
+        (
+            rules.shares_mix_the_datasets,
+            "rl",
+            f"--data.prompt_dataset a.jsonl,b.jsonl --data.prompt_probs {shares}",
+            [f"(={shares})", "(=a.jsonl,b.jsonl)"],
+            consequence,
+            "--data.prompt_probs 1,1",
+        )
+        for shares, consequence in [
+            ("1,2,3", "3 shares cannot mix 2 datasets"),
+            ("1", "1 shares cannot mix 2 datasets"),
+            ("1,x", "'x' is not a share"),
+            ("0,1", "'0' is not a share"),
+            ("1,-.5", "'-.5' is not a share"),
+            ("1,nan", "'nan' is not a share"),
+            ("inf,1", "'inf' is not a share"),
+            ("1,1/2", "'1/2' is not a share"),
+        ]
+    ),
+    *(
+        (rule, trainer, f"--data.{shares} 1", ["(=1)", value], "nothing to be mixed with", f"--data.{shares} None")
+        for rule, trainer, shares, value in [
+            (rules.shares_mix_the_datasets, "rl", "prompt_probs", "(=p.jsonl)"),
+            (rules_sft.sft_shares_mix_the_datasets, "sft", "dataset_probs", "(=d.jsonl)"),
+        ]
+    ),
+    *(
+        (rules.tools_need_a_template, trainer, "--data.tools_key tools", ["(=tools)", "(=False)"], "no place", fix)
+        for trainer in ("rl", "eval")
+        for fix in ("--data.apply_chat_template", "--data.tools_key None")
+    ),
     *(
         (
             rules.baseline_needs_a_group,
@@ -39,6 +74,7 @@ BROKEN = [
         for name in ("rloo", "grpo", "dr_grpo", "reinforce_baseline")
         for fix in ("--rollout.n_samples_per_prompt 8", "--algo.advantage.estimator reinforce")
     ),
+    (rules.no_kl_yet, "rl", "--algo.kl.init_coef 0.1", ["(=0.1)"], "no KL would be computed", "--algo.kl.init_coef 0"),
     *(
         (
             rules.stale_tokens_need_correction,
@@ -89,6 +125,26 @@ BROKEN = [
         ["(=100)", "(=64)"],
         "no room for a prompt",
         "--eval.max_new_tokens 32",
+    ),
+    *(
+        (
+            rules.whole_samples_are_masked,
+            "rl",
+            f"--algo.advantage.is_correction_level {level} --algo.advantage.is_correction_mode {mode}",
+            [f"(={level})", f"(={mode})"],
+            "one number per sample",
+            fix,
+        )
+        for level, mode in (("seq", "clip"), ("geo", "trunc"))
+        for fix in ("--algo.advantage.is_correction_mode mask", "--algo.advantage.is_correction_level token")
+    ),
+    (
+        rules.on_policy_is_one_epoch,
+        "rl",
+        "--train.force_on_policy --train.max_epochs 2",
+        ["(=True)", "(=2)"],
+        "moved away from its rollouts",
+        "--train.max_epochs 1",
     ),
     # 12 groups of 4: steps of 4, 8, 12, 16, 24 or 48 rollouts are whole groups and leave no remainder.
     (
@@ -191,6 +247,14 @@ BROKEN = [
         for fix in ("--algo.advantage.gamma 1", "--algo.advantage.estimator reinforce")
     ),
     (
+        rules.warn_no_best,
+        "rl",
+        "--ckpt.best_metric_key eval/math/pass1",
+        ["(=eval/math/pass1)", "(=None)"],
+        "no version is the best",
+        "--eval.dataset FILE.jsonl",
+    ),
+    (
         rules.warn_nothing_saved,
         "rl",
         "--ckpt.disable_final_save --ckpt.save_steps -1",
@@ -256,6 +320,18 @@ def test_every_setting_that_a_message_names_exists(trainer):
             for text in itertools.chain(*_errors_and_warnings(trainer, config)):
                 named = re.findall(r"(?:--|`)([a-z_]+(?:\.[a-z_]+)+)", text)
                 assert named and set(named) <= set(known), text
+
+
+def test_force_on_policy_is_one_step_per_batch():
+    assert _config("rl", "--train.batch_size 16").rollouts_per_step == 16
+    assert _config("rl", "--train.batch_size 16 --train.force_on_policy").rollouts_per_step == 48
+    # What `batch_size` says is not read, so it may be anything.
+    assert rules.steps_split_by_groups(_config("rl", "--train.batch_size 7 --train.force_on_policy")) is None
+
+
+def test_a_token_budget_takes_the_place_of_the_micro_batch_size():
+    config = _config("sft", "--train.micro_batch_size 8 --train.batch_size 4 --train.max_tokens_per_gpu 64")
+    assert rules_sft.warn_micro_batch_never_full(config) is None
 
 
 def test_every_rule_is_listed_and_broken_here():

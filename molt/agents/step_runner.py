@@ -6,6 +6,7 @@ renderer, limits. It knows nothing of engines, Ray or training.
 
 import asyncio
 import copy
+import inspect
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
@@ -139,4 +140,6 @@ def _checked(result: Result, env: Env) -> Result:
 def _require_finite(env: Env, **values: float | None) -> None:
     for name, value in values.items():
         if value is not None and not math.isfinite(value):
-            raise InfraFailure("reward_not_finite", f"{type(env).__name__}.step returned {name} {value}")
+            code = getattr(inspect.unwrap(type(env).step), "__code__", None)
+            where = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+            raise InfraFailure("reward_not_finite", f"{type(env).__name__}.step{where} returned {name} {value}")

@@ -8,8 +8,9 @@ import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from molt.cli.check import Findings, first_rows, nearest_existing, static_checks
+from molt.cli.check import Findings, first_held_out, first_prompts, nearest_existing, static_checks
 from molt.config import CkptConfig, RLConfig
 from molt.data.rows import Rows
 from molt.errors import MoltError
@@ -29,24 +30,25 @@ def all_checks(config: RLConfig) -> Findings:
 def advise(config: RLConfig) -> Findings:
     """What `static_checks` has not said; what it has refused is passed over."""
     found = Findings()
-    disk(found, config.ckpt, config.actor.model_name_or_path)
+    best = config.eval.dataset is not None and config.ckpt.best_metric_key is not None
+    disk(found, config.ckpt, config.actor.model_name_or_path, best=best)
     with suppress(MoltError):
         if config.data.prompt_dataset and config.eval.dataset:
-            rows = first_rows(config.data.prompt_dataset, "data.prompt_dataset", config.data.max_samples)
-            overlap(found, rows, config.eval.dataset, config.data.input_key)
+            overlap(found, first_prompts(config), config)
     with suppress(MoltError):
         _resources(found, config)
     return found
 
 
-def disk(found: Findings, ckpt: CkptConfig, model: str) -> None:
-    """Checkpoints against free space."""
+def disk(found: Findings, ckpt: CkptConfig, model: str, best: bool = False) -> None:
+    """Checkpoints and models against free space. best: the best checkpoint is kept, and its model."""
     description = Path(model, "config.json")
     bytes_each = 4 if description.is_file() and '"float32"' in description.read_text() else 2
     stored = sum(file.stat().st_size for file in description.parent.glob("*.safetensors"))
     one = stored // bytes_each * CHECKPOINT_BYTES + stored * ckpt.save_hf
+    kept = max(min(one * ckpt.max_num, ckpt.max_mem * 2**30), one * (1 + best))
     # A checkpoint is written aside before the oldest one is removed.
-    need = stored + one * (1 if ckpt.save_steps == -1 else ckpt.max_num + 1)
+    need = stored * (1 + best) + (one if ckpt.save_steps == -1 and not best else kept + one)
     free = shutil.disk_usage(nearest_existing(ckpt.checkpoints)).free
     if need > free:
         found.add(
@@ -56,17 +58,17 @@ def disk(found: Findings, ckpt: CkptConfig, model: str) -> None:
         )
 
 
-def overlap(found: Findings, rows: Rows, evaluation: str, column: str) -> None:
+def overlap(found: Findings, rows: Rows, config: Any) -> None:
     """Prompts that are evaluated and trained on too."""
-    held_out = first_rows(evaluation, "eval.dataset", None)
+    held_out, column = first_held_out(config), config.data.input_key
     trained, asked = ([json.dumps(row.get(column), sort_keys=True) for row in some] for some in (rows, held_out))
     seen = set(trained)
     both = [i for i, prompt in enumerate(asked) if prompt in seen]
     if both:
         found.add(
             "warning",
-            f"`eval.dataset` (={evaluation}): {len(both):,} of {len(held_out):,} prompts are trained on too (first: "
-            f"row {both[0]}), so it says little about new ones. Remove them from one side.",
+            f"`eval.dataset` (={config.eval.dataset}): {len(both):,} of {len(held_out):,} prompts are trained on too "
+            f"(first: row {both[0]}), so it says little about new ones. Remove them from one side.",
         )
 
 

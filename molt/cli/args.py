@@ -11,6 +11,9 @@ import dataclasses
 import io
 import itertools
 import json
+import os
+import re
+import select
 import sys
 import tomllib
 import types
@@ -25,6 +28,8 @@ from molt.errors import ConfigError, MoltError, did_you_mean
 
 Config = TypeVar("Config")
 
+COLOUR = r"\x1b\[[\d;]*m"
+DOUBLE_NO = re.compile(rf",({COLOUR}| )*--[\w.]*\bno_no_\w+")
 TOML_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string", Path: "a path in quotes"}
 
 
@@ -40,9 +45,10 @@ def parse(config_class: type[Config], argv: list[str], *, prog: str) -> Config:
         f"{config_class.__doc__}\n\n--config FILE.toml loads the settings of an earlier run "
         "(RUN/run/config.toml) as defaults; flags override it. `{None}` stands for unset."
     )
-    console = io.StringIO()
+    shown, console = io.StringIO(), io.StringIO()
+    shown.isatty = sys.stdout.isatty  # the help keeps its colours
     try:
-        with contextlib.redirect_stderr(console):
+        with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(console):
             return tyro.cli(
                 config_class, prog=prog, description=description, args=argv, default=default, use_underscores=True
             )
@@ -50,8 +56,14 @@ def parse(config_class: type[Config], argv: list[str], *, prog: str) -> Config:
         # tyro boxes and wraps what a dataclass refuses; show our own message as it was written.
         if refused := _cause(stop):
             raise refused from None
+        print(_without_double_no(shown.getvalue()), end="", flush=True)
         sys.stderr.write(console.getvalue())
         raise
+
+
+def _without_double_no(text: str) -> str:
+    """tyro gives every switch an inverse; that of one named no_... is nothing to offer. The box keeps its width."""
+    return DOUBLE_NO.sub(lambda off: re.sub(rf"({COLOUR})|.", lambda part: part[1] or " ", off[0]), text)
 
 
 def _cause(error: BaseException | None) -> ConfigError | None:
@@ -85,6 +97,31 @@ def _check_flags(config_class: type, argv: list[str]) -> None:
                 f"`--{name}` is a switch and takes no value, but is followed by {value!r}. "
                 "Write the flag alone to turn it on, and with `no_` before its last word to turn it off."
             )
+        value = token.partition("=")[2] if "=" in token else following
+        if name in known and name not in switches and not value.startswith("--"):  # a missing one tyro names
+            _check_value(name, known[name], value)
+
+
+def _check_value(name: str, hint: Any, value: str) -> None:
+    """Refuse what is no choice or no number, with the nearest choice; the rest is tyro's."""
+    kinds = typing.get_args(hint)
+    if types.NoneType in kinds:
+        hint = kinds[0]
+        if value == "None":
+            return
+    choices = typing.get_args(hint)
+    if typing.get_origin(hint) is Literal and value not in choices:
+        raise ConfigError(
+            f"`{name}` (={value}) is no choice of it, so nothing was started.{did_you_mean(value, choices)} "
+            f"Use one of: {', '.join(choices)}."
+        )
+    if hint in (int, float):
+        try:
+            hint(value)
+        except ValueError:
+            raise ConfigError(
+                f"`{name}` (={value}) must be {TOML_WORDS[hint]}, so nothing was started. Write one after the flag."
+            ) from None
 
 
 def _nearest(name: str, everything: set[str]) -> str:
@@ -168,9 +205,26 @@ def _toml(value: Any) -> str:
 
 
 def run_command(command: Callable[[list[str]], int | None], argv: list[str]) -> int:
-    """Run a command and return its exit code. A MoltError is printed without traceback: 2 for a ConfigError, else 1."""
+    """Run a command and return its exit code. A MoltError is printed without traceback: 2 for a ConfigError, else 1.
+
+    Exits silently when the reader of stdout is gone (`molt rl --help | head`).
+    """
     try:
-        return command(argv) or 0
+        code = command(argv) or 0
+        sys.stdout.flush()
+        return code
     except MoltError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
+    except BrokenPipeError:
+        if not _reader_has_left():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        return 1
+
+
+def _reader_has_left() -> bool:
+    """Whether it is stdout that is broken, and not some other pipe."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)  # errors are reported unasked
+    return bool(poll.poll(0))

@@ -4,8 +4,10 @@ Both trainers start with it; `molt check` and `molt rl` add `advice.py`. Takes s
 engine, no Ray, no weights.
 """
 
-import os
+import re
+import tempfile
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,11 +16,11 @@ from rich.text import Text
 
 from molt.agents.load import load_runner
 from molt.chat.render import Renderer, load_tokenizer
-from molt.config import CkptConfig, ModelConfig, PromptDataConfig, RLConfig
+from molt.config import CkptConfig, FsdpConfig, ModelConfig, RLConfig
 from molt.data.prompts import PromptDataset
 from molt.data.rows import DropReport, Rows, UnusableRow, load_rows
 from molt.errors import CheckpointError, ConfigError, DataError, MoltError
-from molt.rules import RULES, WARNINGS, Rule, broken
+from molt.rules import EVAL_RULES, EVAL_WARNINGS, RULES, WARNINGS, Rule, broken
 
 Level = Literal["error", "warning", "ok"]
 COLOURS = {"error": "bold red", "warning": "yellow", "ok": "green"}
@@ -50,17 +52,17 @@ class Findings(list[tuple[Level, str]]):
 
 def static_checks(config: RLConfig) -> Findings:
     """Everything found about an RL run, errors included; never raises for what is wrong with the settings."""
-    from molt.parallel.mesh import resolve_device
-
-    found = check_settings(config, RULES, WARNINGS)
-    device = found.attempt(resolve_device, config.fsdp.device)
+    trains = not config.eval.eval_only
+    found = check_settings(config, *((RULES, WARNINGS) if trains else (EVAL_RULES, EVAL_WARNINGS)))
+    device = check_device(found, config.fsdp, trains=trains)
     on_cpu = device is not None and device.type == "cpu"
-    tokenizer = check_model(found, config, config.actor, "actor", cpu_engine=on_cpu)
+    tokenizer = check_model(found, config, config.actor, "actor", cpu_engine=on_cpu, trains=trains)
     if config.train.agent_path and found.attempt(load_runner, config.train.agent_path):
         found.add("ok", f"agent: {config.train.agent_path} exports an AgentRunner")
-    for flag, paths in (("data.prompt_dataset", config.data.prompt_dataset), ("eval.dataset", config.eval.dataset)):
-        if paths:
-            found.attempt(_check_prompts, found, config.data, paths, flag, tokenizer)
+    if trains and config.data.prompt_dataset:
+        found.attempt(_check_prompts, found, config, "data.prompt_dataset", first_prompts, tokenizer)
+    if config.eval.dataset:
+        found.attempt(_check_prompts, found, config, "eval.dataset", first_held_out, tokenizer)
     return found
 
 
@@ -73,20 +75,32 @@ def check_or_raise(config: Any, checks: Callable[[Any], Findings] = static_check
 
 
 def check_settings(config: Any, rules: list[Rule], warnings: list[Rule]) -> Findings:
-    """The rules and the output directory."""
+    """The rules and, unless the run only evaluates and writes nothing, the output directory."""
     found = Findings()
     found.add("error", *broken(rules, config))
     if not found:
         found.add("ok", "settings: all rules hold")
     found.add("warning", *broken(warnings, config))
-    found.attempt(check_output_dir, config.ckpt)
+    if not getattr(config.eval, "eval_only", False):
+        found.attempt(check_output_dir, config.ckpt)
     return found
+
+
+def check_device(found: Findings, fsdp: FsdpConfig, *, trains: bool = True) -> Any:
+    """The torch device, or None; adds what is wrong with it, or with the attention that the trainer would run on it."""
+    from molt.models.build import attention_implementation
+    from molt.parallel.mesh import resolve_device
+
+    device = found.attempt(resolve_device, fsdp.device)
+    if device is not None and trains:
+        found.attempt(attention_implementation, fsdp, device)
+    return device
 
 
 def check_output_dir(ckpt: CkptConfig) -> None:
     """Raise if the run could not be written, or would be mixed with another one."""
     there = nearest_existing(ckpt.output_dir)
-    if not there.is_dir() or not os.access(there, os.W_OK):
+    if not there.is_dir() or not _writable(there):
         raise ConfigError(
             f"`ckpt.output_dir` (={ckpt.output_dir}): {there} is {'not writable' if there.is_dir() else 'a file'}, so "
             "nothing of the run could be saved. Use a directory that you may write to."
@@ -100,18 +114,44 @@ def check_output_dir(ckpt: CkptConfig) -> None:
         )
 
 
+def _writable(folder: Path) -> bool:
+    # Asking for permission is not enough: root has it on a file system that takes no files.
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
 def nearest_existing(path: Path) -> Path:
     return next(parent for parent in (path, *path.absolute().parents) if parent.exists())
 
 
-def check_model(found: Findings, config: Any, model: ModelConfig, section: str, *, cpu_engine: bool) -> Any:
+def _tokenizer(path: str, chat_template: str | None, flag: str) -> Any:
+    """As `load_tokenizer`; of a training checkpoint it says so and names the nearest model of its run."""
+    folder = Path(path).resolve()
+    if not re.fullmatch(r"step_\d+", folder.name) or not folder.is_dir() or (folder / "config.json").is_file():
+        return load_tokenizer(path, chat_template, flag=flag)
+    output = folder.parent.parent
+    models = [model for model in (folder / "hf", output / "best", output) if (model / "config.json").is_file()]
+    fix = f"Use --{flag} {models[0]}" if models else "Let the run end, or pass --ckpt.save_hf to it"
+    raise ConfigError(
+        f"`{flag}` (={path}) is a training checkpoint (shards and optimizer state), not a Hugging Face model, so it "
+        f"cannot be loaded. {fix}."
+    )
+
+
+def check_model(
+    found: Findings, config: Any, model: ModelConfig, section: str, *, cpu_engine: bool, trains: bool = True
+) -> Any:
     """The tokenizer, or None; adds what the model's configuration says against the settings."""
     from molt.models.build import load_config
 
     path, flag = model.model_name_or_path, f"{section}.model_name_or_path"
-    if not path or (tokenizer := found.attempt(load_tokenizer, path, config.data.chat_template, flag=flag)) is None:
+    if not path or (tokenizer := found.attempt(_tokenizer, path, config.data.chat_template, flag)) is None:
         return None
-    if (known := found.attempt(load_config, path, config.data.max_len, flag=flag)) is not None:
+    fsdp = config.fsdp if trains else None
+    if (known := found.attempt(load_config, path, config.data.max_len, flag=flag, fsdp=fsdp)) is not None:
         heads = getattr(known, "num_attention_heads", None)
         head = getattr(known, "head_dim", None) or (heads and known.hidden_size // heads)
         if cpu_engine and head and head not in CPU_HEAD_SIZES:
@@ -125,13 +165,28 @@ def check_model(found: Findings, config: Any, model: ModelConfig, section: str, 
     return tokenizer
 
 
-def first_rows(paths: str, flag: str, max_samples: int | None, most: int = MOST_ROWS) -> Rows:
-    """As `load_rows`, but bounded."""
-    return load_rows(paths, flag=flag, max_samples=min(max_samples or most, most))
+def first_rows(
+    paths: str, flag: str, split: str, max_samples: int | None = None, *, mixed: bool = False, most: int = MOST_ROWS
+) -> Rows:
+    """As `load_rows`, but at most `most` rows: of each dataset, if all of them are used."""
+    each = mixed or max_samples is None
+    return load_rows(paths, flag=flag, split=split, max_samples=min(max_samples or most, most), each=each)
 
 
-def _check_prompts(found: Findings, data: PromptDataConfig, paths: str, flag: str, tokenizer: Any) -> None:
-    dataset = PromptDataset(first_rows(paths, flag, data.max_samples), data)
+def first_prompts(config: RLConfig) -> Rows:
+    data = config.data
+    mixed = data.prompt_probs is not None
+    return first_rows(data.prompt_dataset, "data.prompt_dataset", data.prompt_split, data.max_samples, mixed=mixed)
+
+
+def first_held_out(config: Any) -> Rows:
+    return first_rows(config.eval.dataset, "eval.dataset", config.eval.split)
+
+
+def _check_prompts(
+    found: Findings, config: RLConfig, flag: str, load: Callable[[RLConfig], Rows], tokenizer: Any
+) -> None:
+    data, dataset = config.data, PromptDataset(load(config), config.data)
     renderer = tokenizer and Renderer(tokenizer, apply_chat_template=data.apply_chat_template)
     report = DropReport(min(len(dataset), LOOK_ROWS))
     for i in range(report.total):
@@ -143,8 +198,8 @@ def _check_prompts(found: Findings, data: PromptDataConfig, paths: str, flag: st
             report.add(i, error)
     if report.dropped == report.total:
         raise DataError(
-            f"`{flag}` (={paths}): no prompt is left. {report.message()} Or name the column that holds the prompts "
-            f"with `data.input_key` (={data.input_key})."
+            f"`{flag}` (={attrgetter(flag)(config)}): no prompt is left. {report.message()} Or name the column that "
+            f"holds the prompts with `data.input_key` (={data.input_key})."
         )
     if renderer:
         add_rows(found, f"prompts of {flag}", report)

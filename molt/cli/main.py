@@ -9,13 +9,18 @@ from molt.config import RLConfig
 from molt.config_sft import SftConfig
 from molt.errors import ConfigError, did_you_mean
 
-TRAINERS = {"rl": ("molt.cli.train_rl_ray", RLConfig), "sft": ("molt.cli.train_sft", SftConfig)}
+CHECKS = {
+    "rl": ("molt.cli.advice", "all_checks", RLConfig),
+    "sft": ("molt.cli.train_sft", "static_checks", SftConfig),
+    "eval": ("molt.cli.check", "static_checks", RLConfig),
+}
 HELP = """molt trains agents with reinforcement learning.
 
   molt demo                a tiny model learns a task on this machine; minutes on 2 CPU cores
   molt rl ...              asynchronous reinforcement learning of an agent
   molt sft ...             supervised fine-tuning
-  molt check rl|sft ...    everything that can be checked without loading weights; same flags
+  molt eval ...            the score of a model on a dataset; same flags as rl, no trainer is built
+  molt check rl|sft|eval   everything that can be checked without loading weights; same flags
   molt report RUN          writes the report page of an output directory
 
 `molt COMMAND --help` lists its flags. Start with `molt demo`.
@@ -23,16 +28,18 @@ HELP = """molt trains agents with reinforcement learning.
 
 
 def check(argv: list[str]) -> int:
-    """`molt check [rl|sft] ...flags`: prints the findings; 1 if one is an error."""
+    """`molt check [rl|sft|eval] ...flags`: prints the findings; 1 if one is an error."""
     from molt.cli.check import show
 
     name, flags = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else ("rl", argv)
-    if name not in TRAINERS:
-        raise ConfigError(f"`molt check` has no {name!r}.{did_you_mean(name, TRAINERS)} Use rl or sft, then the flags.")
-    module, config_class = TRAINERS[name]
-    config = parse(config_class, flags, prog=f"molt check {name}")
-    checks = import_module("molt.cli.advice").all_checks if name == "rl" else import_module(module).static_checks
-    found = checks(config)
+    if name not in CHECKS:
+        near = did_you_mean(name, CHECKS)
+        raise ConfigError(f"`molt check` has no {name!r}.{near} Use rl, sft or eval, then the flags.")
+    if name == "rl" and parse(RLConfig, flags, prog="molt check rl").eval.eval_only:
+        name = "eval"
+    module, function, config_class = CHECKS[name]
+    config = parse(config_class, [*flags, "--eval.eval_only"] if name == "eval" else flags, prog=f"molt check {name}")
+    found = getattr(import_module(module), function)(config)
     show(found)
     return 1 if found.errors else 0
 
@@ -54,7 +61,10 @@ def rl(argv: list[str]) -> int | None:
     from molt.cli.advice import advise
     from molt.cli.check import check_or_raise, show
 
-    show(check_or_raise(parse(RLConfig, argv, prog="molt rl"), advise))
+    config = parse(RLConfig, argv, prog="molt rl")
+    if config.eval.eval_only:
+        return evaluate(argv)
+    show(check_or_raise(config, advise))
     return import_module("molt.cli.train_rl_ray").main(argv)
 
 
@@ -62,19 +72,22 @@ def sft(argv: list[str]) -> int | None:
     return import_module("molt.cli.train_sft").main(argv)
 
 
+def evaluate(argv: list[str]) -> int | None:
+    return import_module("molt.cli.eval").main(argv)
+
+
 def demo(argv: list[str]) -> int | None:
     return import_module("molt.cli.demo").main(argv)
 
 
-COMMANDS = {"demo": demo, "rl": rl, "sft": sft, "check": check, "report": report}
+COMMANDS = {"demo": demo, "rl": rl, "sft": sft, "eval": evaluate, "check": check, "report": report}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; the value is the exit code: 1 for what went wrong, 2 for a wrong command line."""
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help", "help"):
-        print(HELP, end="")
-        return 0
+        return run_command(lambda _: print(HELP, end=""), rest)
     if name not in COMMANDS:
         print(
             f"molt: error: unknown command {name!r}.{did_you_mean(name, COMMANDS)}\n\n{HELP}", end="", file=sys.stderr

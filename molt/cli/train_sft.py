@@ -11,17 +11,25 @@ import sys
 
 from molt.cli.advice import disk, overlap
 from molt.cli.args import dump, parse, run_command
-from molt.cli.check import LOOK_ROWS, Findings, add_rows, check_model, check_or_raise, check_settings, first_rows, show
+from molt.cli.check import (
+    LOOK_ROWS,
+    Findings,
+    add_rows,
+    check_device,
+    check_model,
+    check_or_raise,
+    check_settings,
+    first_rows,
+    show,
+)
 from molt.config_sft import SftConfig
 from molt.rules_sft import RULES, WARNINGS
 
 
 def static_checks(config: SftConfig) -> Findings:
     """Everything found about an SFT run, errors included; never raises for what is wrong with the settings."""
-    from molt.parallel.mesh import resolve_device
-
     found = check_settings(config, RULES, WARNINGS)
-    found.attempt(resolve_device, config.fsdp.device)
+    check_device(found, config.fsdp)
     tokenizer = check_model(found, config, config.model, "model", cpu_engine=False)
     disk(found, config.ckpt, config.model.model_name_or_path)
     if config.data.dataset:
@@ -33,11 +41,13 @@ def _check_conversations(found: Findings, config: SftConfig, tokenizer) -> None:
     from molt.data.conversations import build_conversations
 
     data = config.data
-    rows = first_rows(data.dataset, "data.dataset", data.max_samples)
+    mixed = data.dataset_probs is not None
+    rows = first_rows(data.dataset, "data.dataset", data.dataset_split, data.max_samples, mixed=mixed)
     if config.eval.dataset:
-        found.attempt(overlap, found, rows, config.eval.dataset, data.input_key)
+        found.attempt(overlap, found, rows, config)
     if tokenizer is not None:
-        _, report = build_conversations(first_rows(data.dataset, "data.dataset", len(rows), LOOK_ROWS), data, tokenizer)
+        some = first_rows(data.dataset, "data.dataset", data.dataset_split, len(rows), most=LOOK_ROWS)
+        _, report = build_conversations(some, data, tokenizer)
         add_rows(found, "conversations", report)
 
 

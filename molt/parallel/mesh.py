@@ -72,6 +72,14 @@ def init_distributed(
     return init_device_mesh(device.type, (world_size,), mesh_dim_names=("fsdp",))
 
 
+def saving_group() -> dist.ProcessGroup:
+    """A gloo group of all ranks, for the metadata of checkpoints alone. Every rank calls it once.
+
+    A save in the background has collectives of its own; on training's group they meet those of a step and hang.
+    """
+    return dist.new_group(backend="gloo")
+
+
 def all_reduce_sums(values: Tensor) -> Tensor:
     """Element-wise sum of `values` over all ranks, in place; the same bits on every rank."""
     # Collective on the default group: every rank, with the same shape and dtype.

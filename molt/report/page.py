@@ -23,7 +23,7 @@ from molt.report.sinks import read_jsonl
 
 CHARTS = (
     Chart("Reward", ("rollout/reward", "rollout/score")),
-    Chart("Evaluation", ("eval/*/pass*", "eval/pass*"), noisy=False),
+    Chart("Evaluation", ("eval/*/pass*[0-9]", "eval/pass*[0-9]"), noisy=False),
     Chart("Loss", ("train/loss", "eval/loss", "eval/*/loss")),
     Chart("Response length", ("rollout/response_length",), zero=True, note="tokens"),
     Chart(

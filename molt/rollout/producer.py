@@ -137,7 +137,6 @@ class Producer:
         self.version = 0
         self.stopping = self.ended = False
         self.position = 0
-        self.order = 0
         self.open: dict[str, Group] = {}
         self.restarts: deque[Prompt] = deque()
         self.lost: list[Prompt] = []
@@ -158,8 +157,7 @@ class Producer:
             async with asyncio.TaskGroup() as tasks:
                 while True:
                     while self._may_start() and (prompt := self._next_prompt()) is not None:
-                        group = Group(prompt, self.order, self.version)
-                        self.order += 1
+                        group = Group(prompt, self._order(prompt), self.version)
                         self.open[prompt.group_id] = group
                         tasks.create_task(self._fill(group))
                     if self.exhausted:
@@ -224,14 +222,13 @@ class Producer:
         waiting = [group.prompt for group in self._by_order() if not group.finished] + [*self.restarts]
         if isinstance(self.error, FailureRateError):
             waiting += self.lost
-        return {"position": self.position, "in_flight": [self.stream.index(p.epoch, p.position) for p in waiting]}
+        return {"position": self.position, "in_flight": [self._order(prompt) for prompt in waiting]}
 
     def restore(self, ledger: dict[str, Any], finished: Sequence[Group], version: int) -> None:
         """Continue where `ledger` was written: finished groups are in the buffer, prompts in flight start again."""
         self.version, self.position = version, ledger["position"]
         for group in finished:
-            group.order = self.order
-            self.order += 1
+            group.order = self._order(group.prompt)
             self.open[group.prompt.group_id] = group
         self.restarts = deque(self.stream[index] for index in ledger["in_flight"])
 
@@ -242,6 +239,10 @@ class Producer:
         """`faults/*` since the last call."""
         taken, self.metrics = self.metrics, []
         return taken
+
+    def _order(self, prompt: Prompt) -> int:
+        """Its place in the stream. Prompts start in this order, and a resume cannot change it."""
+        return self.stream.index(prompt.epoch, prompt.position)
 
     def _by_order(self) -> list[Group]:
         return sorted(self.open.values(), key=lambda group: group.order)

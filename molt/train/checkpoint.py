@@ -7,25 +7,32 @@
         extra.json, ...             whatever the owner of the checkpoint adds (position in the data, buffer)
         manifest.json               written last: every file with its size
 
-Two phases, because in RL the driver, another process, adds files: every rank calls `write_part`, then
-one process, the owner, calls `commit`. A directory without a complete manifest is not a checkpoint.
+Two phases, because in RL the driver, another process, adds files: every rank calls `write_part` and waits for
+what it returns (`written`) while training goes on, then one process, the owner, calls `commit`. A directory without
+a complete manifest is not a checkpoint.
 Everything is JSON or tensors; the pickles that torch.distributed.checkpoint writes for itself are read
 only from a directory whose manifest is complete.
 """
 
+import io
 import json
 import os
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -42,21 +49,71 @@ def temporary(directory: Path, step: int) -> Path:
 
 
 def begin(directory: Path, step: int) -> Path:
-    """Make an empty temporary directory. The owner calls it before any `write_part`."""
+    """Make an empty temporary directory. The owner calls it before any `write_part`. Raises `CheckpointError`."""
     tmp = temporary(directory, step)
-    shutil.rmtree(tmp, ignore_errors=True)
-    tmp.mkdir(parents=True)
+    with failing(tmp):
+        shutil.rmtree(tmp, ignore_errors=True)
+        tmp.mkdir(parents=True)
     return tmp
 
 
-def write_part(tmp: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler) -> None:
-    """Write what the training ranks hold. Every rank calls it, with the same directory on a shared disk."""
-    # Collective on the default group: every rank. It also removes duplicates of replicated tensors.
-    dcp.save(_tensors(model, optimizer), checkpoint_id=tmp / "model")
-    # The host's generator alone: dropout is off, so nothing draws on a device.
-    torch.save(torch.get_rng_state(), tmp / f"rng_{dist.get_rank():05d}.pt")
-    if dist.get_rank() == 0:
-        (tmp / "trainer.json").write_text(json.dumps({"optimizer_steps": scheduler.last_epoch}))
+def write_part(
+    tmp: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, group: ProcessGroup, background: bool
+) -> Future:
+    """Write what the training ranks hold. Every rank calls it, with the same directory on a shared disk.
+
+    group: used for nothing but saves, one at a time. background: return as soon as the state is copied to host
+    memory; pass the future to `written` to know that rank's part is on disk. Rank 0's is the last one.
+    Raises `CheckpointError` when the disk does not take it.
+    """
+    tensors = _tensors(model, optimizer)
+    with failing(tmp, needed=sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())):
+        # The host's generator alone: dropout is off, so nothing draws on a device.
+        generator = io.BytesIO()  # torch itself reports a full disk as any other error
+        torch.save(torch.get_rng_state(), generator)
+        (tmp / f"rng_{dist.get_rank():05d}.pt").write_bytes(generator.getvalue())
+        if dist.get_rank() == 0:
+            (tmp / "trainer.json").write_text(json.dumps({"optimizer_steps": scheduler.last_epoch}))
+        # Collectives on `group`: every rank. They also remove duplicates of replicated tensors.
+        where = {"checkpoint_id": tmp / "model", "process_group": group}
+        if background:
+            return dcp.async_save(tensors, **where)
+        done = Future()
+        done.set_result(dcp.save(tensors, **where))
+        return done
+
+
+def written(tmp: Path, part: Future) -> None:
+    """Wait until a rank's part is on disk. Raises `CheckpointError`."""
+    with failing(tmp):
+        part.result()
+
+
+@contextmanager
+def failing(path: Path, needed: int | None = None) -> Iterator[None]:
+    """Turn what a full or unwritable disk raises into a `CheckpointError`. needed: bytes that all ranks write."""
+    try:
+        yield
+    except (OSError, SafetensorError, dcp.CheckpointException) as error:
+        cause = next(iter(error.failures.values()))[0] if isinstance(error, dcp.CheckpointException) else error
+        there = next(parent for parent in path.parents if parent.is_dir())
+        space = f"{shutil.disk_usage(there).free / 2**30:.2f} GiB are free"
+        space += f", {needed / 2**30:.2f} GiB are needed" if needed else ""
+        raise CheckpointError(
+            f"{path} could not be written ({cause}; {space}): the run stops, and the last complete checkpoint stays. "
+            "Make room or mend the directory, then resume with --ckpt.load_enable."
+        ) from error
+
+
+@contextmanager
+def removing(tmp: Path) -> Iterator[None]:
+    """`failing` for the owner of a checkpoint, who also removes what was written of it."""
+    try:
+        with failing(tmp):
+            yield
+    except CheckpointError:
+        shutil.rmtree(tmp, ignore_errors=True)
+        raise
 
 
 def commit(tmp: Path) -> Path:
@@ -81,6 +138,15 @@ def commit(tmp: Path) -> Path:
     return final
 
 
+def write_file(path: Path, text: str) -> None:
+    """All of it or nothing, whatever happens."""
+    aside = path.with_suffix(".new")
+    aside.write_text(text)
+    _fsync(aside)
+    os.replace(aside, path)
+    _fsync(path.parent)
+
+
 def _fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -91,6 +157,10 @@ def _fsync(path: Path) -> None:
 
 def checkpoint_step(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
+
+
+def checkpoint_path(directory: Path, step: int) -> Path:
+    return temporary(directory, step).with_suffix("")
 
 
 def _defect(path: Path) -> str | None:
@@ -104,6 +174,11 @@ def _defect(path: Path) -> str | None:
         if not file.is_file() or file.stat().st_size != size:
             return f"{name} is missing or has not the {size} bytes of the manifest"
     return None
+
+
+def complete(path: Path) -> bool:
+    """Whether it is a checkpoint that can be loaded."""
+    return _defect(path) is None
 
 
 def _candidates(directory: Path) -> list[Path]:
@@ -122,15 +197,30 @@ def latest_checkpoint(directory: Path) -> Path | None:
     return None
 
 
-def prune(directory: Path, max_num: int) -> None:
-    """Remove the oldest complete checkpoints beyond `max_num` (>= 1), and what killed saves left; one process."""
-    kept = [path for path in _candidates(directory) if _defect(path) is None][:max_num]
-    for path in _candidates(directory):
-        if checkpoint_step(path) < checkpoint_step(kept[-1]):
+def prune(directory: Path, max_num: int, max_bytes: float = inf, best: int | None = None) -> None:
+    """Remove the oldest checkpoints until at most `max_num` (>= 1) of at most `max_bytes` in all are left.
+
+    The newest and that of step `best` count but stay; older torn ones and what killed saves left go. One process
+    calls it, while nothing is being written.
+    """
+    found = _candidates(directory)
+    kept = {path: _size(path) for path in found if _defect(path) is None}
+    newest = next(iter(kept))
+    for path in reversed(list(kept)):
+        within = len(kept) <= max_num and sum(kept.values()) <= max_bytes
+        if not within and path != newest and checkpoint_step(path) != best:
+            del kept[path]
+    for path in found:
+        if path not in kept and checkpoint_step(path) < checkpoint_step(newest):
             (path / MANIFEST).unlink(missing_ok=True)  # torn from here on, should we die while removing
             shutil.rmtree(path)
     for path in directory.glob("step_*.tmp"):
         shutil.rmtree(path)
+
+
+def _size(path: Path) -> int:
+    """Bytes of a complete checkpoint."""
+    return sum(json.loads((path / MANIFEST).read_text())["files"].values())
 
 
 def require_same_run(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:

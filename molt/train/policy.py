@@ -16,19 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from molt.algo.advantage import ADVANTAGES, whiten, whitening_sums
-from molt.algo.importance import token_correction
+from molt.algo.importance import correction
 from molt.algo.loss import ppo
 from molt.algo.ratio import log_ratio
 from molt.batch.collate import Batch, collate, gather, scatter
 from molt.batch.plan import RankPlan, SampleTask
 from molt.config import ActorConfig, AdvantageConfig, FsdpConfig, TrainConfig
 from molt.models.build import build_policy
-from molt.parallel.mesh import all_reduce_sums, init_distributed, resolve_device
+from molt.parallel.mesh import all_reduce_sums, init_distributed, resolve_device, saving_group
 from molt.publish.gather import named_full_tensors
 from molt.report.metrics import merge
-from molt.train.checkpoint import export_hf, load_checkpoint, write_part
+from molt.train.checkpoint import export_hf, load_checkpoint, write_part, written
 from molt.train.optimizer import build_optimizer, build_scheduler
-from molt.train.step import optimizer_step
+from molt.train.step import dummy_batch, optimizer_step
 from molt.types import Metric, Sample
 
 
@@ -69,6 +69,7 @@ class Policy:
         self.settings = settings
         self.device = resolve_device(settings.fsdp.device, local_rank)
         self.mesh = init_distributed(rank, world_size, address, port, self.device)
+        self.saving = saving_group()
         self.model = build_policy(settings.actor, settings.fsdp, self.mesh, self.device, settings.max_len)
         self.optimizer = build_optimizer(self.model, settings.actor)
         self.scheduler = build_scheduler(self.optimizer, settings.actor, settings.total_steps)
@@ -101,9 +102,14 @@ class Policy:
         """The full weights under their Hugging Face names, in the engine's dtype."""
         return named_full_tensors(self.model, self.settings.engine_dtype)
 
-    def save(self, tmp: Path) -> None:
-        """This rank's part of a checkpoint; whoever owns the checkpoint commits it."""
-        write_part(tmp, self.model, self.optimizer, self.scheduler)
+    def save(self, tmp: Path, background: bool) -> None:
+        """This rank's part of a checkpoint, as it is now; whoever owns the checkpoint commits it."""
+        state = (self.model, self.optimizer, self.scheduler)
+        self.part = write_part(tmp, *state, group=self.saving, background=background)
+
+    def written(self, tmp: Path) -> None:
+        """Wait until what `save` left to the background is on disk. The one method that is called from elsewhere."""
+        written(tmp, self.part)
 
     def load(self, path: Path) -> None:
         load_checkpoint(path, self.model, self.optimizer, self.scheduler)
@@ -150,10 +156,9 @@ class Policy:
     @torch.no_grad()
     def _compute_old_logprobs(self, steps: list[list[MicroBatch | None]]) -> None:
         """`old` = log-probs at the weights the training batch started with, for all its steps and epochs."""
-        dummy = collate([np.zeros(2, np.int64)], packed=False)
         for micro_batch in (m for step in steps for m in step):
             # Every rank runs the same number of forwards: FSDP gathers parameters in each of them.
-            batch, mask = (micro_batch.batch, micro_batch.mask) if micro_batch else (dummy, None)
+            batch, mask = (micro_batch.batch, micro_batch.mask) if micro_batch else (dummy_batch(), None)
             logprobs, _ = self.model(batch, temperature=self.settings.temperature, needed=mask)
             if micro_batch:
                 micro_batch.old_logprobs = logprobs
@@ -167,10 +172,17 @@ class Policy:
         loss, clipped = ppo(logprobs, old, m.advantages, low=low, high=high)
         count = float(m.mask.sum())
         metrics = {}
-        if advantage.is_correction_level == "token":
+        if advantage.is_correction_level != "off":
             low, high = advantage.is_correction_threshold
-            coefficient, inside = token_correction(
-                old, m.rollout_logprobs, m.mask, mode=advantage.is_correction_mode, low=low, high=high
+            coefficient, inside = correction(
+                old,
+                m.rollout_logprobs,
+                m.mask,
+                m.batch.segments.to(self.device),
+                level=advantage.is_correction_level,
+                mode=advantage.is_correction_mode,
+                low=low,
+                high=high,
             )
             loss = loss * coefficient
             metrics["ratio/filtered_fraction"] = Metric(float((m.mask & ~inside).sum()), count)

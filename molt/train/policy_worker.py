@@ -19,9 +19,9 @@ from molt.train.policy import Policy, PolicySettings
 from molt.types import Metric
 
 
-@ray.remote
+@ray.remote(concurrency_groups={"saving": 1})
 class PolicyWorker:
-    """One rank. Methods run one after another, in the order the driver calls them."""
+    """One rank. Methods run one after another, in the order the driver calls them; `written` runs beside them."""
 
     def address(self) -> tuple[str, int]:
         """A host and free port where the ranks can meet; asked of rank 0."""
@@ -52,8 +52,12 @@ class PolicyWorker:
     def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
         return self.policy.score(sequences)
 
-    def save(self, tmp: Path) -> None:
-        self.policy.save(tmp)
+    def save(self, tmp: Path, background: bool) -> None:
+        self.policy.save(tmp, background)
+
+    @ray.method(concurrency_group="saving")
+    def written(self, tmp: Path) -> None:
+        self.policy.written(tmp)
 
     def load(self, path: Path) -> None:
         self.policy.load(path)
@@ -115,8 +119,12 @@ class PolicyRanks:
     async def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
         return (await self._all([w.score.remote(sequences) for w in self.workers]))[0]
 
-    async def save(self, tmp: Path) -> None:
-        await self._all([w.save.remote(tmp) for w in self.workers])
+    async def save(self, tmp: Path, background: bool) -> None:
+        """Every rank's part of a checkpoint; with `background` it is on disk when `written` returns."""
+        await self._all([w.save.remote(tmp, background) for w in self.workers])
+
+    async def written(self, tmp: Path) -> None:
+        await self._all([w.written.remote(tmp) for w in self.workers])
 
     async def load(self, path: Path) -> None:
         await self._all([w.load.remote(path) for w in self.workers])

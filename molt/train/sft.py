@@ -3,9 +3,9 @@
     molt sft ...                              one process
     torchrun --nproc_per_node 2 -m molt.cli.train_sft ...
 
-The position in the data is a pure function of the step: epoch e visits the conversations in the order
-of `default_rng([seed, e])`, and step s takes the next `batch_size` of them (an epoch's last step takes
-what is left). So the step number is all that a resume needs.
+The position in the data is a pure function of the step: epoch e visits the conversations in an order that
+only the seed and e decide (`EpochOrder`), and step s takes the next `batch_size` of them (an epoch's last
+step takes what is left). So the step number is all that a resume needs.
 """
 
 import json
@@ -13,6 +13,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from molt.algo.reduce import token_weights
 from molt.batch.balance import micro_batches, partition
@@ -30,9 +29,10 @@ from molt.batch.collate import Batch, collate, scatter
 from molt.chat.render import load_tokenizer
 from molt.config_sft import SftConfig
 from molt.data.conversations import Conversation, build_conversations
+from molt.data.mixture import EpochOrder
 from molt.data.rows import load_rows
 from molt.models.build import build_policy
-from molt.parallel.mesh import all_reduce_sums, init_distributed, resolve_device, single_threaded_on_cpu
+from molt.parallel.mesh import all_reduce_sums, init_distributed, resolve_device, saving_group, single_threaded_on_cpu
 from molt.report.metrics import values
 from molt.report.sinks import RunLog
 from molt.train.checkpoint import (
@@ -42,9 +42,11 @@ from molt.train.checkpoint import (
     latest_checkpoint,
     load_checkpoint,
     prune,
+    removing,
     require_same_run,
     temporary,
     write_part,
+    written,
 )
 from molt.train.optimizer import build_optimizer, build_scheduler
 from molt.train.step import dummy_batch, optimizer_step
@@ -110,20 +112,31 @@ class SftRun:
         self.rank, self.world_size = mesh.get_rank(), mesh.size()
         model = config.model.model_name_or_path
         self.tokenizer = load_tokenizer(model, config.data.chat_template, flag="model.model_name_or_path")
-        self.conversations, self.dropped = self._conversations(config.data.dataset, "data.dataset")
+        data, shares = config.data, config.data.dataset_probs
+        self.conversations, self.dropped, sizes = self._conversations(
+            data.dataset, "data.dataset", data.dataset_split, max_samples=data.max_samples, each=shares is not None
+        )
+        self.order = EpochOrder(sizes, seed=config.train.seed, shares=shares, flag="data.dataset_probs")
         self.held_out: list[Conversation] = []
         if config.eval.dataset:
-            self.held_out, _ = self._conversations(config.eval.dataset, "eval.dataset")
-        self.steps_per_epoch = -(-len(self.conversations) // config.train.batch_size)
+            self.held_out, *_ = self._conversations(config.eval.dataset, "eval.dataset", config.eval.split)
+        self.steps_per_epoch = -(-len(self.order) // config.train.batch_size)
         self.total_steps = self.steps_per_epoch * config.train.max_epochs
         if config.train.max_steps is not None:
             self.total_steps = min(self.total_steps, config.train.max_steps)
         self.model = build_policy(config.model, config.fsdp, mesh, device, config.data.max_len)
         self.optimizer = build_optimizer(self.model, config)
         self.scheduler = build_scheduler(self.optimizer, config, self.total_steps)
+        self.saving = saving_group()
+        self.writing: Future | None = None
+        """The checkpoint that is being written; one at a time."""
 
     def train(self, termination: Termination) -> None:
-        """All steps from the newest checkpoint on."""
+        """All steps from the newest checkpoint on. A checkpoint that was begun is completed, whatever happens."""
+        with ThreadPoolExecutor(1) as self.writer:
+            self._train(termination)
+
+    def _train(self, termination: Termination) -> None:
         ckpt, start = self.config.ckpt, self._resume()
         log = self._open_log(start) if self.rank == 0 else None
         saved, stop = start, False
@@ -133,15 +146,19 @@ class SftRun:
                 metrics |= {"eval/loss": self.evaluate()}
             if log:
                 log.step(step, metrics)
+            if self.writing is not None and self.writing.done():
+                self._settle()
             stop = termination.anywhere(self.device)
             if stop or (ckpt.save_steps > 0 and step % ckpt.save_steps == 0):
                 self._save(step)
                 saved = step
             if stop:
                 break
-        if not stop and not ckpt.disable_final_save:
-            if saved != self.total_steps:
-                self._save(self.total_steps)
+        final = not stop and not ckpt.disable_final_save
+        if final and saved != self.total_steps:
+            self._save(self.total_steps)
+        self._settle()
+        if final:
             export_hf(self.model, self.tokenizer, ckpt.output_dir)
         if log:
             log.close()
@@ -159,11 +176,13 @@ class SftRun:
         loss, tokens = all_reduce_sums(sums).tolist()
         return loss / tokens
 
-    def _conversations(self, paths: str, flag: str) -> tuple[list[Conversation], str]:
-        data = self.config.data
-        rows = load_rows(paths, flag=flag, max_samples=data.max_samples if flag == "data.dataset" else None)
-        conversations, report = build_conversations(rows, data, self.tokenizer)
-        return conversations, report.message()
+    def _conversations(
+        self, paths: str, flag: str, split: str, **bounds: Any
+    ) -> tuple[list[Conversation], str, list[int]]:
+        """The conversations, an account of the rows that were dropped, and how many are left of each dataset."""
+        rows = load_rows(paths, flag=flag, split=split, **bounds)
+        conversations, report = build_conversations(rows, self.config.data, self.tokenizer)
+        return conversations, report.message(), report.left(rows.sizes)
 
     def _open_log(self, start: int) -> RunLog:
         header = f"SFT: {len(self.conversations):,} conversations, {self.total_steps:,} steps on {self.device.type}"
@@ -175,9 +194,8 @@ class SftRun:
         """Optimizer step number `step`, from 1."""
         began = time.perf_counter()
         epoch, position = divmod(step - 1, self.steps_per_epoch)
-        order = np.random.default_rng([self.config.train.seed, epoch]).permutation(len(self.conversations))
         size = self.config.train.batch_size
-        chosen = [self.conversations[i] for i in order[position * size : (position + 1) * size]]
+        chosen = [self.conversations[i] for i in self.order.rows(epoch)[position * size : (position + 1) * size]]
         metrics = optimizer_step(
             self.model,
             self.optimizer,
@@ -192,10 +210,13 @@ class SftRun:
 
     def _micro_batches(self, chosen: Sequence[Conversation]) -> list[MicroBatch | None]:
         """This rank's share of a step batch; None where only other ranks have a micro-batch left."""
-        trained = [int(c.mask.sum()) for c in chosen]
-        weights = token_weights(trained)
-        shares = partition([len(c.token_ids) for c in chosen], self.world_size)
-        mine = micro_batches(shares, self.config.train.micro_batch_size)[self.rank]
+        train, packed = self.config.train, self.config.fsdp.packing_samples
+        weights = token_weights([int(c.mask.sum()) for c in chosen])
+        lengths = [len(c.token_ids) for c in chosen]
+        shares = partition(lengths, self.world_size)
+        mine = micro_batches(
+            shares, lengths, size=train.micro_batch_size, max_tokens=train.max_tokens_per_gpu, packed=packed
+        )[self.rank]
         return [self._micro_batch([(chosen[i], weights[i]) for i in indices]) for indices in mine]
 
     def _micro_batch(self, weighted: list[tuple[Conversation, float]]) -> MicroBatch | None:
@@ -210,10 +231,10 @@ class SftRun:
         every = self.config.eval.steps if self.config.eval.steps > 0 else self.steps_per_epoch
         return bool(self.held_out) and (step % every == 0 or step == self.total_steps)
 
-    def _identity(self) -> dict[str, int]:
+    def _identity(self) -> dict[str, Any]:
         """What must be the same for a step number to mean the same conversations."""
         train = self.config.train
-        return {"conversations": len(self.conversations), "batch_size": train.batch_size, "seed": train.seed}
+        return {**self.order.identity, "batch_size": train.batch_size, "seed": train.seed}
 
     def _resume(self) -> int:
         """Steps already taken."""
@@ -227,13 +248,35 @@ class SftRun:
         return extra["step"]
 
     def _save(self, step: int) -> None:
-        ckpt = self.config.ckpt
-        extra = {"step": step, "data": self._identity()}
-        path = save_checkpoint(ckpt.checkpoints, step, self.model, self.optimizer, self.scheduler, extra)
-        if ckpt.save_hf:
-            export_hf(self.model, self.tokenizer, path / "hf")
-        if self.rank == 0:
-            prune(ckpt.checkpoints, ckpt.max_num)
+        """A checkpoint, owned by rank 0. With `ckpt.async_save` it is written while training goes on."""
+        self._settle()
+        ckpt, tmp = self.config.ckpt, temporary(self.config.ckpt.checkpoints, step)
+        with removing(tmp):
+            if self.rank == 0:
+                begin(ckpt.checkpoints, step)
+            dist.barrier()  # default group, every rank: nobody writes before the directory is empty
+            state = (self.model, self.optimizer, self.scheduler)
+            part = write_part(tmp, *state, group=self.saving, background=ckpt.async_save)
+            if ckpt.save_hf:
+                export_hf(self.model, self.tokenizer, tmp / "hf")
+        self.writing = self.writer.submit(self._commit, tmp, part, {"step": step, "data": self._identity()})
+        if not ckpt.async_save:
+            self._settle()
+
+    def _commit(self, tmp: Path, part: Future, extra: Mapping[str, Any]) -> None:
+        """Wait for this rank's part, the last of which is rank 0's; it then finishes the checkpoint."""
+        with removing(tmp):
+            written(tmp, part)
+            if self.rank == 0:
+                (tmp / "extra.json").write_text(json.dumps(extra))
+                commit(tmp)
+                prune(self.config.ckpt.checkpoints, self.config.ckpt.max_num, self.config.ckpt.max_mem * 2**30)
+
+    def _settle(self) -> None:
+        """Wait for the checkpoint that is being written. Raises what went wrong with it."""
+        writing, self.writing = self.writing, None
+        if writing is not None:
+            writing.result()
 
 
 def negative_log_likelihood(model: nn.Module, m: MicroBatch) -> tuple[Tensor, dict[str, Metric]]:
@@ -241,23 +284,3 @@ def negative_log_likelihood(model: nn.Module, m: MicroBatch) -> tuple[Tensor, di
     logprobs, entropy = model(m.batch, needed=m.mask)
     metrics = {"train/entropy": Metric(float((entropy * m.mask).sum()), float(m.mask.sum()))}
     return -(m.weights * logprobs).sum(), metrics
-
-
-def save_checkpoint(
-    directory: Path, step: int, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, extra: Mapping[str, Any]
-) -> Path:
-    """Both phases of a checkpoint, here owned by rank 0. Every rank calls it; returns the finished directory.
-
-    extra: JSON-able, written to `extra.json`; rank 0's counts.
-    """
-    tmp, owner = temporary(directory, step), dist.get_rank() == 0
-    if owner:
-        begin(directory, step)
-    dist.barrier()  # default group, every rank: nobody writes before the directory is empty
-    write_part(tmp, model, optimizer, scheduler)
-    dist.barrier()  # default group, every rank: the manifest must see all parts
-    if owner:
-        (tmp / "extra.json").write_text(json.dumps(extra))
-        commit(tmp)
-    dist.barrier()  # default group, every rank: the checkpoint exists when anyone returns
-    return tmp.with_suffix("")

@@ -1,10 +1,15 @@
 """The console script: commands, exit codes, no traceback for a MoltError."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from molt.cli import main as front
-from molt.cli.args import run_command
+from molt.cli.args import parse, run_command
 from molt.cli.main import main
+from molt.config import RLConfig
 from molt.errors import ConfigError, DataError
 
 
@@ -52,6 +57,24 @@ def test_report(inside, tmp_path, capsys):
     (run / "metrics.jsonl").write_text('{"step": 1, "time": 1.0, "rollout/reward": 0.5}\n')
     assert main(["report", str(run if inside else tmp_path)]) == 0
     assert (run / "report.html").is_file() and str(run / "report.html") in capsys.readouterr().out
+
+
+def test_help_whose_reader_has_left_ends_without_a_word():
+    reader, writer = os.pipe()
+    os.close(reader)  # as `| head` does when it has enough
+    done = subprocess.run([sys.executable, "-m", "molt", "rl", "--help"], stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
+def test_a_switch_named_no_has_no_second_no(capsys):
+    with pytest.raises(SystemExit):
+        main(["rl", "--help"])
+    shown = capsys.readouterr().out
+    assert "--algo.advantage.no_whiten " in shown and "no_no_" not in shown
+    flags = [line for line in shown.splitlines() if "--algo.advantage" in line]
+    assert len({len(line) for line in flags}) == 1, "the right edge of the help is ragged"
+    assert parse(RLConfig, ["--algo.advantage.no_whiten"], prog="molt rl").algo.advantage.no_whiten
 
 
 def test_report_of_nothing(tmp_path, capsys):

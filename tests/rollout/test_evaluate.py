@@ -6,7 +6,7 @@ import pytest
 
 from molt.config import EvalConfig, RolloutConfig
 from molt.report.metrics import values
-from molt.rollout.evaluate import EPOCH, evaluate
+from molt.rollout.evaluate import EPOCH, answer, evaluate, failures
 from molt.rollout.runner_worker import GroupResult
 from molt.types import InfraFailure, PolicyFailure, Prompt, RolloutInfo, SampleInfo, Scored
 
@@ -58,6 +58,8 @@ def test_pass1_is_the_mean_and_passn_the_best_of_n():
     metrics, _ = scores([prompt(0), prompt(1)], [right(1), right(0)], [right(0), right(0)])
     assert metrics == {
         "eval/math/pass1": 0.25,  # (1/2 + 0) / 2
+        "eval/math/pass1_low": 0.0,  # of two prompts, both resampled are often the second ...
+        "eval/math/pass1_high": 0.5,  # ... or both the first
         "eval/math/pass2": 0.5,  # (1 + 0) / 2
         "eval/math/response_length": 4.5,  # 4 and 5 generated tokens
         "eval/math/truncated": 0.5,
@@ -85,6 +87,20 @@ def test_a_source_of_which_nothing_is_left_has_no_score_instead_of_zero(outcome)
     assert metrics == {"eval/math/failures": 2.0}
 
 
+def test_failures_by_reason():
+    outcomes = [right(1), LOST], [LOST, LOST], "prompt of 900 tokens leaves no room", InfraFailure("runner", "gone")
+    answers = asyncio.run(answer([prompt(i) for i in range(4)], Runners(*outcomes), ROLLOUT, EvalConfig()))
+    reasons, details = failures(answers)
+    assert reasons == {"timeout": 3, "unusable_prompt": 2, "runner": 2}
+    assert details["runner"] == "gone" and "900 tokens" in details["unusable_prompt"]
+
+
+def test_the_interval_is_over_prompts():
+    """All right: Wilson's, of 4 prompts and not of 8 samples. 4 / (4 + 1.96²) = 0.5101."""
+    metrics, _ = scores([prompt(i) for i in range(4)], *[[right(1)] * 2] * 4)
+    assert metrics["eval/math/pass1_low"] == pytest.approx(0.5101, abs=1e-4) and metrics["eval/math/pass1_high"] == 1.0
+
+
 def test_a_policy_failure_is_a_score():
     metrics, _ = scores([prompt(0)], [PolicyFailure(0.0), right(1)])
     assert metrics["eval/math/pass1"] == 0.5 and metrics["eval/math/failures"] == 0.0
@@ -101,10 +117,15 @@ def test_settings_of_its_own_else_those_of_the_rollout():
 
 def test_one_sample_per_prompt_has_no_pass2():
     metrics, _ = scores([prompt(0)], [right(1)], n_samples_per_prompt=1)
-    assert {name for name in metrics if "pass" in name} == {"eval/math/pass1"}
+    assert {name for name in metrics if "pass" in name} == {f"eval/math/pass1{edge}" for edge in ("", "_low", "_high")}
 
 
 @pytest.mark.parametrize(("n", "most"), [(2, 4), (4, 2), (100, 1)])
 def test_no_more_rollouts_in_flight_than_in_training(n, most):
     _, runners = scores([prompt(i) for i in range(9)], *[[right(1)] * n] * 9, n_samples_per_prompt=n)
     assert runners.most == most  # 4 groups of 2 in training
+
+
+def test_a_batch_size_of_its_own():
+    _, runners = scores([prompt(i) for i in range(9)], *[[right(1)] * 2] * 9, batch_size=7)
+    assert runners.most == 7

@@ -1,7 +1,9 @@
 """The real engine: what `FakeEngine` fakes, and what only vLLM can get wrong."""
 
 import asyncio
+import shutil
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,13 +12,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from molt import cluster, driver
 from molt.errors import PublicationError
 from molt.publish.proof import check_transport, compare_probe
 from molt.publish.publication import Publisher
 from molt.publish.transfer import ShmSender
+from molt.report.metrics import values
 from molt.rollout.engine_worker import EngineSettings, RolloutEngineWorker, Sampling
+from molt.rollout.evaluate import answer, score
 from molt.rollout.pool import EngineGroup
+from molt.rollout.producer import RunnerPool
+from molt.rollout.runner_worker import RunnerWorker
 from molt.train.policy_worker import RayEngineClient
+from tests.runs import settings, write_prompts
 from tests.tiny import END_ID
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray]
@@ -226,3 +234,31 @@ def test_received_but_not_in_use_is_caught_by_the_probe(ray_session, model_dir):
             asyncio.run(publish.publish(2))
     finally:
         ray.kill(engine)
+
+
+def test_an_evaluation_from_disk_is_that_of_the_published_weights(engine, client, model_dir, tmp_path):
+    """`molt eval` of an exported model against the evaluation inside the run that published it."""
+    disk = tmp_path / "changed"
+    shutil.copytree(model_dir, disk)
+    save_file(changed(model_dir), disk / "model.safetensors", metadata={"format": "pt"})
+    dataset = write_prompts(tmp_path / "p.jsonl", 12)
+    config = settings(str(disk), tmp_path / "out", "", "--eval.dataset", dataset, "--eval.eval_only")
+
+    async def inside(config):
+        publish = publisher(model_dir, engine, client)
+        publish.policy.model.load_state_dict(changed(model_dir), strict=False)
+        await publish.publish(9)
+        runner = cluster.runner_settings(config)
+        runners = RunnerPool(lambda name: RunnerWorker.options(num_cpus=0).remote(runner, [engine], name), 1,
+                             deadline_s=60, attempts=1)  # fmt: skip
+        prompts = driver._evaluation_prompts(config)
+        greedy = replace(config.eval, temperature=0.0, n_samples_per_prompt=2)
+        return [await answer(prompts, runners, config.rollout, how) for how in (config.eval, greedy)]
+
+    sampled, greedy = asyncio.run(inside(config))
+    from_disk, _ = asyncio.run(driver.answers(config))
+    metrics = values(score(sampled))
+    assert metrics["eval/p/failures"] == 0 and metrics["eval/p/pass1"] > 0
+    assert values(score(from_disk)) == metrics
+    assert all(len({rollout.outcome.score for rollout in rollouts}) == 1 for rollouts in greedy["p"])
+    assert values(score(greedy))["eval/p/failures"] == 0

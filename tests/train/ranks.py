@@ -2,9 +2,10 @@
 
 import multiprocessing
 import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from molt.batch.collate import collate, scatter
 from molt.config import AdamConfig, FsdpConfig, ModelConfig, OptimizerConfig
 from molt.models.build import build_policy
 from molt.parallel.mesh import init_distributed
+from molt.train.checkpoint import export_hf
 from molt.train.optimizer import build_optimizer, build_scheduler
 from molt.train.sft import MicroBatch, negative_log_likelihood
 from molt.train.step import accumulate, optimizer_step
@@ -32,7 +34,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def run_ranks(function: Callable, world_size: int, directory: Path, *args: Any) -> list[Any]:
+def run_ranks(function: Callable, world_size: int, directory: Path, *args: Any, limit_s: float = 60) -> list[Any]:
     """`function(mesh, *args)` in `world_size` processes; what each returned."""
     port = free_port()
     directory.mkdir(parents=True, exist_ok=True)
@@ -43,7 +45,7 @@ def run_ranks(function: Callable, world_size: int, directory: Path, *args: Any) 
     for process in ranks:
         process.start()
     for process in ranks:
-        process.join(60)
+        process.join(limit_s)
     codes = [process.exitcode for process in ranks]
     for process in ranks:
         process.kill()
@@ -58,10 +60,12 @@ def _rank(rank: int, world_size: int, port: int, directory: Path, function: Call
     dist.destroy_process_group()
 
 
-def trainer(path: Path, mesh, lr: float = 1e-2, gradient_checkpoint: str = "full", **settings):
+def trainer(path: Path, mesh, lr: float = 1e-2, gradient_checkpoint: str = "full", backend: str = "auto", **settings):
     """Model, optimizer and scheduler of one rank, ready to step."""
     config = OptimizerConfig(adam=AdamConfig(lr=lr, weight_decay=0.01), lr_scheduler="cosine", **settings)
-    model = build_policy(ModelConfig(str(path), gradient_checkpoint), FsdpConfig(device="cpu"), mesh, CPU)
+    model = build_policy(
+        ModelConfig(str(path), gradient_checkpoint), FsdpConfig(device="cpu", backend=backend), mesh, CPU
+    )
     optimizer = build_optimizer(model, config)
     return model, optimizer, build_scheduler(optimizer, config, total_steps=20)
 
@@ -77,13 +81,14 @@ def step_batch(seed: int = 0, lengths=(37, 5, 20, 11, 2, 9, 30)):
     return token_ids, masks
 
 
-def micro_batches_of(mesh, batch, size: int, packed: bool) -> list[MicroBatch | None]:
-    """This rank's micro-batches of at most `size` sequences, weighted over all ranks."""
+def micro_batches_of(mesh, batch, size: int | None, packed: bool, tokens: int | None = None) -> list[MicroBatch | None]:
+    """This rank's micro-batches of at most `size` sequences or so many tokens, weighted over all ranks."""
     token_ids, masks = batch
     weights = token_weights([int(mask.sum()) for mask in masks])
-    shares = partition([len(ids) for ids in token_ids], mesh.size())
+    lengths = [len(ids) for ids in token_ids]
+    shares = partition(lengths, mesh.size())
     made: list[MicroBatch | None] = []
-    for chosen in micro_batches(shares, size)[mesh.get_rank()]:
+    for chosen in micro_batches(shares, lengths, size=size, max_tokens=tokens, packed=packed)[mesh.get_rank()]:
         if not chosen:
             made.append(None)
             continue
@@ -98,11 +103,12 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gradients(mesh, path: Path, layouts) -> list[tuple[int, dict[str, torch.Tensor]]]:
-    """For each (size, packed): how many real micro-batches this rank had, and the gradient of all ranks."""
+    """For each layout, (size, packed) or (None, packed, tokens): how many real micro-batches this rank had, and the
+    gradient of all ranks."""
     model, optimizer, _ = trainer(path, mesh)
     results = []
-    for size, packed in layouts:
-        mine = micro_batches_of(mesh, step_batch(), size, packed)
+    for layout in layouts:
+        mine = micro_batches_of(mesh, step_batch(), *layout)
         accumulate(model, optimizer, mine, negative_log_likelihood)
         real = sum(m is not None for m in mine)
         results.append((real, {name: whole(p.grad) for name, p in model.named_parameters()}))
@@ -112,12 +118,44 @@ def gradients(mesh, path: Path, layouts) -> list[tuple[int, dict[str, torch.Tens
 def steps(mesh, path: Path, layouts, number: int = 3) -> list[list[dict[str, float]]]:
     """Metrics of `number` optimizer steps from the same weights, for each layout."""
     results = []
-    for size, packed in layouts:
+    for layout in layouts:
         model, optimizer, scheduler = trainer(path, mesh)
         metrics = []
         for seed in range(number):
-            mine = micro_batches_of(mesh, step_batch(seed), size, packed)
+            mine = micro_batches_of(mesh, step_batch(seed), *layout)
             done = optimizer_step(model, optimizer, scheduler, mine, negative_log_likelihood, max_norm=1.0)
             metrics.append({name: done[name].total for name in ("train/loss", "train/grad_norm", "train/lr")})
         results.append(metrics)
+    return results
+
+
+class BackendRun(NamedTuple):
+    """What `backends` saw of one model: `probe` are log-probs and entropies [T] of a sequence after the steps."""
+
+    module: str
+    dtypes: set[torch.dtype]
+    steps: list[list[tuple[float, float]]]
+    probe: list[torch.Tensor]
+    automodel_imported: bool
+
+
+def backends(mesh, cases, layouts, target: Path) -> dict[tuple[str, str], BackendRun]:
+    """For each (model directory, back end): (loss, gradient norm) of two steps in each layout, then an export."""
+    from tests.tiny import char_tokenizer
+
+    results = {}
+    for path, backend in cases:
+        steps = []
+        for layout in layouts:
+            model, optimizer, scheduler = trainer(path, mesh, backend=backend)
+            steps.append([])
+            for seed in range(2):
+                mine = micro_batches_of(mesh, step_batch(seed), *layout)
+                done = optimizer_step(model, optimizer, scheduler, mine, negative_log_likelihood, max_norm=1.0)
+                steps[-1].append((done["train/loss"].total, done["train/grad_norm"].total))
+        with torch.no_grad():
+            probe = [values[0] for values in model(collate(step_batch(seed=5)[0][:1], packed=False))]
+        export_hf(model, char_tokenizer(), target / f"{path.name}_{backend}_{mesh.size()}")
+        module, dtypes = type(model.causal_lm).__module__, {p.dtype for p in model.parameters()}
+        results[path.name, backend] = BackendRun(module, dtypes, steps, probe, "nemo_automodel" in sys.modules)
     return results

@@ -6,24 +6,30 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from molt.errors import CheckpointError
+from molt.parallel.mesh import saving_group
 from molt.publish.gather import named_full_tensors
 from molt.train import checkpoint
 from molt.train.checkpoint import (
     begin,
+    checkpoint_path,
+    checkpoint_step,
     commit,
     export_hf,
     latest_checkpoint,
     load_checkpoint,
     prune,
+    removing,
     require_same_run,
     temporary,
     write_part,
+    written,
 )
-from molt.train.sft import negative_log_likelihood, save_checkpoint
+from molt.train.sft import negative_log_likelihood
 from molt.train.step import optimizer_step
 from tests.tiny import char_tokenizer, save_tiny
 from tests.train.ranks import micro_batches_of, run_ranks, step_batch, trainer, whole
@@ -42,6 +48,21 @@ def train(mesh, parts, seeds):
     ]
 
 
+def save(directory, step, parts, extra, background=False):
+    """A whole checkpoint, by all ranks. Returns the finished directory."""
+    tmp, owner = temporary(directory, step), dist.get_rank() == 0
+    if owner:
+        begin(directory, step)
+    dist.barrier()
+    written(tmp, write_part(tmp, *parts, group=saving_group(), background=background))
+    dist.barrier()
+    if owner:
+        (tmp / "extra.json").write_text(json.dumps(extra))
+        commit(tmp)
+    dist.barrier()
+    return checkpoint_path(directory, step)
+
+
 def weights(model):
     return {name: whole(p) for name, p in model.named_parameters()}
 
@@ -56,7 +77,7 @@ def uninterrupted(mesh, path, directory):
     torch.manual_seed(0)
     parts = trainer(path, mesh)
     train(mesh, parts, [0, 1])
-    save_checkpoint(directory, 2, *parts, {"position": 2})
+    save(directory, 2, parts, {"position": 2})
     at_save = weights(parts[0])
     return train(mesh, parts, [2, 3]), weights(parts[0]), at_save
 
@@ -86,6 +107,57 @@ def test_resuming_two_ranks_is_bit_identical_and_one_rank_can_take_over(tiny, me
     assert_identical(weights(parts[0]), at_save)
 
 
+def saved_while_training(mesh, path, directory):
+    """Steps go on while seven checkpoints are written, one after another. Returns the weights at each save."""
+    parts, group, states, part = trainer(path, mesh), saving_group(), [], None
+    for step in range(1, 8):
+        train(mesh, parts, [step])
+        tmp = temporary(directory, step)
+        if part is not None:
+            written(temporary(directory, step - 1), part)
+        if dist.get_rank() == 0:
+            begin(directory, step)
+        dist.barrier()
+        part = write_part(tmp, *parts, group=group, background=True)
+        states.append(weights(parts[0]))
+    train(mesh, parts, [8])
+    written(tmp, part)
+    dist.barrier()
+    return states
+
+
+def test_background_saves_hold_the_moment_they_began_and_do_not_hang(tiny, mesh, tmp_path):
+    directory = tmp_path / "checkpoints"
+    states, _ = run_ranks(saved_while_training, 2, tmp_path / "ranks", tiny, directory)
+    assert not torch.equal(*(next(iter(states[i].values())) for i in (0, 6)))
+    for step in (1, 6, 7):
+        parts = trainer(tiny, mesh)
+        load_checkpoint(commit(temporary(directory, step)), *parts)
+        assert_identical(weights(parts[0]), states[step - 1])
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_full_disk_is_an_error_with_the_space_and_spares_the_checkpoint_before(two_saved, background):
+    parts, directory, paths = two_saved
+    tmp = begin(directory, 3)
+    (tmp / "model").mkdir()
+    (tmp / "model" / "__0_0.distcp").symlink_to("/dev/full")
+    with (
+        pytest.raises(CheckpointError, match=r"step_000003.*No space left.*GiB are free.*complete checkpoint stays"),
+        removing(tmp),
+    ):
+        written(tmp, write_part(tmp, *parts, group=saving_group(), background=background))
+    assert not tmp.exists() and latest_checkpoint(directory) == paths[1]
+
+
+def test_an_unwritable_directory_says_what_is_needed(two_saved, tmp_path):
+    parts, _, _ = two_saved
+    (tmp_path / "file").touch()
+    bytes_needed = sum(p.numel() for p in parts[0].parameters()) * 4 * 3
+    with pytest.raises(CheckpointError, match=f"Not a directory.*{bytes_needed / 2**30:.2f} GiB are needed"):
+        write_part(tmp_path / "file" / "step_000003.tmp", *parts, group=saving_group(), background=True)
+
+
 def state_after_load(mesh, path, directory):
     """Whole parameters and moments after loading."""
     model, optimizer, scheduler = trainer(path, mesh)
@@ -108,7 +180,7 @@ def test_one_rank_saves_and_two_resume(tiny, mesh, tmp_path):
 def test_resuming_keeps_the_place_in_the_schedule_and_takes_the_new_rate(tiny, mesh, tmp_path):
     parts = trainer(tiny, mesh, lr=1e-2)
     train(mesh, parts, [0, 1])
-    path = save_checkpoint(tmp_path, 2, *parts, {})
+    path = save(tmp_path, 2, parts, {})
     assert json.loads((path / "trainer.json").read_text()) == {"optimizer_steps": 2}
     model, optimizer, scheduler = trainer(tiny, mesh, lr=4e-3)
     load_checkpoint(path, model, optimizer, scheduler)
@@ -122,7 +194,7 @@ def test_resuming_keeps_the_place_in_the_schedule_and_takes_the_new_rate(tiny, m
 @pytest.fixture
 def two_saved(tiny, mesh, tmp_path):
     parts = trainer(tiny, mesh)
-    return parts, tmp_path, [save_checkpoint(tmp_path, step, *parts, {"step": step}) for step in (1, 2)]
+    return parts, tmp_path, [save(tmp_path, step, parts, {"step": step}) for step in (1, 2)]
 
 
 def test_a_checkpoint_before_the_first_step_can_be_loaded(two_saved):
@@ -158,7 +230,7 @@ def test_an_unfinished_checkpoint_does_not_exist(tiny, mesh, tmp_path):
     parts = trainer(tiny, mesh)
     assert latest_checkpoint(tmp_path / "nowhere") is None
     tmp = begin(tmp_path, 5)
-    write_part(tmp, *parts)
+    write_part(tmp, *parts, group=saving_group(), background=False)
     assert tmp == temporary(tmp_path, 5) and latest_checkpoint(tmp_path) is None
     (tmp / "prompts.json").write_text("[]")  # the owner adds its files, then commits
     final = commit(tmp)
@@ -170,17 +242,18 @@ def test_an_unfinished_checkpoint_does_not_exist(tiny, mesh, tmp_path):
 def test_saving_a_step_again_replaces_it(two_saved):
     parts, directory, paths = two_saved
     (paths[1] / "old").touch()
-    save_checkpoint(directory, 2, *parts, {"step": 2, "again": True})
+    save(directory, 2, parts, {"step": 2, "again": True})
     load_checkpoint(paths[1], *parts)
     assert json.loads((paths[1] / "extra.json").read_text()) == {"step": 2, "again": True}
     assert not (paths[1] / "old").exists()
 
 
-def complete(directory, step):
-    """A checkpoint directory that `_defect` finds nothing wrong with."""
+def complete(directory, step, size=0):
+    """A checkpoint directory of `size` bytes that `_defect` finds nothing wrong with."""
     path = directory / f"step_{step:06d}"
     path.mkdir()
-    (path / "manifest.json").write_text('{"files": {}}')
+    (path / "data").write_bytes(bytes(size))
+    (path / "manifest.json").write_text(json.dumps({"files": {"data": size}}))
     return path
 
 
@@ -189,6 +262,24 @@ def test_retention_removes_the_oldest(tmp_path, kept):
     paths = [complete(tmp_path, step) for step in (2, 10, 100, 1000)]
     prune(tmp_path, kept)
     assert sorted(tmp_path.iterdir()) == paths[-kept:]
+
+
+@pytest.mark.parametrize(("max_num", "max_bytes", "best", "left"), [
+    (9, 100, None, [1, 2, 3, 4]),  # 10 + 20 + 30 + 40 = 100
+    (9, 99, None, [2, 3, 4]),
+    (9, 99, 1, [1, 3, 4]),  # without 2, 80 are left
+    (9, 45, 1, [1, 4]),  # 50, but both stay
+    (9, 1, None, [4]),
+    (2, 99, 1, [1, 4]),
+    (1, 999, 1, [1, 4]),
+    (1, 999, 4, [4]),
+    (1, 999, 7, [4]),  # a best that is gone protects nothing
+])  # fmt: skip
+def test_retention_by_size_spares_the_newest_and_the_best(tmp_path, max_num, max_bytes, best, left):
+    for step in (1, 2, 3, 4):
+        complete(tmp_path, step, size=10 * step)
+    prune(tmp_path, max_num, max_bytes, best)
+    assert [checkpoint_step(path) for path in sorted(tmp_path.iterdir())] == left
 
 
 def test_torn_checkpoints_do_not_count_and_stale_temporary_ones_go(tmp_path):

@@ -7,8 +7,11 @@ from torch.distributed.tensor import DTensor
 from molt.train.step import dummy_batch
 from tests.train.ranks import gradients, run_ranks, steps, trainer
 
-# Sequences per micro-batch, packed. 7 sequences on two ranks are 3 and 4: sizes 1 and 3 leave a dummy.
+# Sequences per micro-batch, packed, and tokens per micro-batch where there is no number of sequences. 7 sequences on
+# two ranks are 3 and 4: sizes 1 and 3 leave a dummy. They have 37, 30, 20, 11, 9, 5 and 2 tokens: 35 leave the longest
+# alone, with 12 nearly every one is.
 LAYOUTS = [(7, True), (7, False), (1, False), (3, True), (3, False)]
+LAYOUTS += [(None, packed, tokens) for packed in (True, False) for tokens in (12, 35)]
 
 
 def assert_same_gradients(got, reference):
@@ -44,9 +47,10 @@ def test_ranks_may_have_different_numbers_of_micro_batches(tiny, mesh, tmp_path)
 
 
 def test_loss_and_norm_of_three_steps_do_not_depend_on_layout_or_ranks(tiny, mesh, tmp_path):
-    layouts = [(7, False), (3, True)]
+    layouts = [(7, False), (3, True), (None, False, 40)]
     alone = steps(mesh, tiny, layouts)
-    assert_same_metrics(alone[1], alone[0])
+    for metrics in alone[1:]:
+        assert_same_metrics(metrics, alone[0])
     for rank in run_ranks(steps, 2, tmp_path, tiny, layouts):
         for metrics in rank:
             assert_same_metrics(metrics, alone[0])

@@ -105,7 +105,13 @@ COEFFICIENT = {
 }
 
 
-def expected_loss(model, start, samples, step, mode=None, band=(0.0, 0.0)):
+def whole_sample(ws, level, band):
+    """1 or 0: what levels seq and geo multiply the ratios of a sample by."""
+    statistic = np.prod(ws) if level == "seq" else np.prod(ws) ** (1 / len(ws))
+    return float(band[0] <= statistic <= band[1])
+
+
+def expected_loss(model, start, samples, step, mode=None, band=(0.0, 0.0), level="token"):
     """`1/N sum_t -min(r A, clip(r) A) c`, token by token. `start`: the model whose log-probs are `old`."""
     total, filtered = 0.0, 0
     for task in (task for batch in step for task in batch):
@@ -113,11 +119,15 @@ def expected_loss(model, start, samples, step, mode=None, band=(0.0, 0.0)):
         now = logprobs_of(model, sample.token_ids)
         with torch.no_grad():
             old = now.detach() if start is None else logprobs_of(start, sample.token_ids)
-        for t in np.flatnonzero(sample.versions >= 0):
+        trained = np.flatnonzero(sample.versions >= 0)
+        ws = {t: float(np.exp(float(old[t]) - float(sample.logprobs[t]))) for t in trained}
+        for t in trained:
             ratio, a = torch.exp(now[t] - old[t]), task.advantage
             loss = -torch.minimum(ratio * a, ratio.clamp(1 - LOW, 1 + HIGH) * a)
-            w = float(np.exp(float(old[t]) - float(sample.logprobs[t])))
+            w = ws[t]
             c = COEFFICIENT[mode](w, *band) if mode else 1.0
+            if level in ("seq", "geo"):
+                c = w * whole_sample(list(ws.values()), level, band)
             filtered += c != w
             total = total + task.weight * loss * c
     return total, filtered
@@ -134,16 +144,23 @@ def assert_same_gradients(policy, loss, reference):
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
-    ("mode", "band"), [(None, None), ("mask", (0.7, 1.5)), ("clip", (0.8, 1.2)), ("trunc", (0.5, 1.1))]
+    ("level", "mode", "band"),
+    [
+        ("off", None, None),
+        ("token", "mask", (0.7, 1.5)),
+        ("token", "clip", (0.8, 1.2)),
+        ("token", "trunc", (0.5, 1.1)),
+        ("seq", "mask", (0.3, 3.0)),
+        ("geo", "mask", (0.9, 1.1)),
+    ],
 )
-def test_loss_and_gradient_of_a_step(policy, mode, band, packed):
-    level = "token" if mode else "off"
+def test_loss_and_gradient_of_a_step(policy, level, mode, band, packed):
     chosen = {"is_correction_mode": mode, "is_correction_threshold": band} if mode else {}
     ours = policy(advantage=AdvantageConfig(estimator="grpo", is_correction_level=level, **chosen), packed=packed)
     samples = make_samples()
     plan = make_plan(samples)
     reference = reference_model()
-    loss, filtered = expected_loss(reference, None, samples, plan[0], mode, band)
+    loss, filtered = expected_loss(reference, None, samples, plan[0], mode, band, level)
     ours.optimizer.register_step_pre_hook(lambda *_: assert_same_gradients(ours, loss, reference))
     metrics = ours.train(plan, samples, version=6)
     assert metrics["train/loss"].total == pytest.approx(loss.item(), abs=1e-6)
@@ -151,7 +168,7 @@ def test_loss_and_gradient_of_a_step(policy, mode, band, packed):
     assert metrics["train/entropy"].count == 28
     assert metrics["train/clip_fraction"].total == 0  # r = 1 in the first step
     if mode:
-        assert metrics["ratio/filtered_fraction"].total == filtered > 0
+        assert 0 < metrics["ratio/filtered_fraction"].total == filtered < 28
         assert metrics["ratio/filtered_fraction"].count == 28
     else:
         assert "ratio/filtered_fraction" not in metrics
@@ -331,12 +348,15 @@ def on_a_rank(mesh, path, port, plans, samples):
     return two_steps(Policy(settings(path, advantage=whitened), rank, 2, "127.0.0.1", port, 0), plans[rank], samples)
 
 
-def test_two_ranks_do_what_one_does(policy, tiny, tmp_path):
-    """Whitening, weights and gradients are of the whole batch; in step 2 the second rank has nothing."""
+@pytest.mark.parametrize("share", ["nothing of step 2", "nothing at all"])
+def test_two_ranks_do_what_one_does(policy, tiny, tmp_path, share):
+    """Whitening, weights and gradients are of the whole batch, whatever the second rank has of it."""
     samples = make_samples()
     whole_plan = make_plan(samples, (((0, 1), (2,)), ((3,),)))
     first, second = whole_plan
     plans = [[[first[0]], second], [[first[1]], [[]]]]
+    if share == "nothing at all":
+        plans = [whole_plan, [[[], []], [[]]]]
     one, moved = two_steps(policy(advantage=AdvantageConfig(estimator="reinforce")), whole_plan, samples)
     ranks = run_ranks(on_a_rank, 2, tmp_path, tiny, free_port(), plans, samples)
     merged = report.merge(metrics for metrics, _ in ranks)

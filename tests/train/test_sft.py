@@ -10,14 +10,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from molt.config import AdamConfig, CkptConfig, FsdpConfig, ModelConfig
 from molt.config_sft import SftConfig, SftDataConfig, SftEvalConfig
 from molt.config_sft import SftTrainConfig as TrainConfig
 from molt.errors import CheckpointError
-from molt.train.checkpoint import checkpoint_step, latest_checkpoint
-from molt.train.sft import run_sft
+from molt.parallel.mesh import init_distributed
+from molt.train import sft
+from molt.train.checkpoint import begin, checkpoint_step, latest_checkpoint
+from molt.train.sft import SftRun, run_sft
 from tests.train.ranks import CONTEXT, free_port
 
 
@@ -91,12 +94,75 @@ def test_resuming_with_another_order_of_the_data_is_refused(config):
         run_sft(other)
 
 
+def test_a_mixture_resumes_exactly_and_drops_rows_before_it_counts(config, copy_task, tmp_path):
+    """12 rows of 14 are usable and 48: with shares 1,1 an epoch has 12 of each, 4 steps of 6."""
+    other = tmp_path / "other.jsonl"
+    rows = [{"input": "abc", "output": "abc"}] * 12 + [{"input": "abc", "output": ""}] * 2
+    other.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = replace(config.data, dataset=f"{other},{copy_task / 'train.jsonl'}", dataset_probs="1,1")
+    mixed = replace(config, data=data, train=replace(config.train, batch_size=6, max_epochs=2), eval=SftEvalConfig())
+    run_sft(mixed)
+    expected = losses(mixed)
+    assert len(expected) == 8
+    shutil.rmtree(mixed.ckpt.checkpoints / "step_000008")
+    resumed = replace(mixed, ckpt=replace(mixed.ckpt, load_enable=True))
+    with pytest.raises(CheckpointError, match="repeat or skip rows"):
+        run_sft(replace(resumed, data=replace(data, dataset_probs="1,2")))
+    run_sft(resumed)
+    assert losses(mixed) == expected
+
+
 def test_exports_beside_checkpoints_and_no_final_save(config):
     ckpt = replace(config.ckpt, save_steps=1, save_hf=True, max_num=1, disable_final_save=True)
     run_sft(replace(config, train=replace(config.train, max_steps=2), ckpt=ckpt))
     assert [path.name for path in ckpt.checkpoints.iterdir()] == ["step_000002"]
     AutoModelForCausalLM.from_pretrained(ckpt.checkpoints / "step_000002" / "hf")
     assert not (ckpt.output_dir / "config.json").exists()
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_micro_batches_hold_a_number_of_tokens(config, packed):
+    mesh = init_distributed(0, 1, "", 0, torch.device("cpu"))
+    try:
+        train = replace(config.train, micro_batch_size=1, max_tokens_per_gpu=140)
+        fsdp = FsdpConfig(device="cpu", packing_samples=packed)
+        run = SftRun(replace(config, train=train, fsdp=fsdp), mesh, torch.device("cpu"))
+        made = run._micro_batches(run.conversations[:20])
+    finally:
+        dist.destroy_process_group()
+    assert {len(c.token_ids) for c in run.conversations} == {27}  # so 5 fit into 140 tokens, packed or padded
+    assert [m.batch.token_ids.numel() for m in made] == [135] * 4
+    assert float(sum((m.weights * m.mask).sum() for m in made)) == pytest.approx(1)
+
+
+def test_saving_in_the_background_changes_nothing_and_old_checkpoints_go_by_size(config):
+    run_sft(config)
+    (newest, *_) = sorted(config.ckpt.checkpoints.iterdir(), reverse=True)
+    two_and_a_half = 2.5 * sum(file.stat().st_size for file in newest.rglob("*") if file.is_file()) / 2**30
+    other = config.ckpt.output_dir / "other"
+    waiting = replace(config.ckpt, output_dir=other, async_save=False, max_mem=two_and_a_half)
+    expected, final = losses(config), weights(config)
+    run_sft(replace(config, ckpt=waiting))
+    again = replace(config, ckpt=waiting)
+    assert losses(again) == expected
+    assert all(torch.equal(value, final[name]) for name, value in weights(again).items())
+    assert sorted(map(checkpoint_step, config.ckpt.checkpoints.iterdir())) == [5, 10, 12]
+    assert sorted(map(checkpoint_step, waiting.checkpoints.iterdir())) == [10, 12]
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_full_disk_ends_the_run_with_the_checkpoint_before(config, monkeypatch, background):
+    def begin_on_a_full_disk(directory, step):
+        tmp = begin(directory, step)
+        if step == 10:
+            (tmp / "extra.json").symlink_to("/dev/full")
+        return tmp
+
+    config = replace(config, ckpt=replace(config.ckpt, async_save=background))
+    monkeypatch.setattr(sft, "begin", begin_on_a_full_disk)
+    with pytest.raises(CheckpointError, match=r"step_000010\.tmp could not be written .*No space left.*GiB are free"):
+        run_sft(config)
+    assert [path.name for path in config.ckpt.checkpoints.iterdir()] == ["step_000005"]
 
 
 def sft_process(config, **environment):

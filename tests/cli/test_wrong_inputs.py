@@ -1,0 +1,188 @@
+"""What a user gets wrong, on the command line or in a file: one message, with the value, the consequence and the fix.
+
+Nothing is started or written. What goes wrong later is tested where it happens: an agent that raises, hangs or returns
+NaN in `tests/test_loop.py`, checkpoints that are torn or of another run in `tests/train/test_checkpoint.py` and
+`tests/test_resume.py`, a full disk in `tests/train/test_checkpoint.py`.
+"""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from molt.cli.main import main
+from tests.tiny import char_tokenizer
+
+RL = (
+    "--actor.model_name_or_path model --data.prompt_dataset prompts.jsonl --data.label_key label "
+    "--data.apply_chat_template --data.max_len 64 --train.agent_path agent.py --fsdp.device cpu "
+    "--rollout.batch_size 8 --rollout.n_samples_per_prompt 4 --vllm.num_engines 1"
+)
+SFT = "--model.model_name_or_path model --data.dataset prompts.jsonl --data.output_key label --data.max_len 64"
+EVAL = (
+    "--actor.model_name_or_path model --eval.dataset prompts.jsonl --data.label_key label --data.apply_chat_template "
+    "--data.max_len 64 --train.agent_path agent.py --fsdp.device cpu"
+)
+FLAGS = {"rl": RL, "sft": SFT, "eval": EVAL}
+
+# command, wrong flags, value, consequence, fix
+WRONG = [
+    # the command line
+    ("rl", "--rollout.batchsize 4", "unknown flag `--rollout.batchsize`", "", "Did you mean '--rollout.batch_size'?"),
+    ("rl", "--rollout.batch_size many", "`rollout.batch_size` (=many)", "nothing was started", "Write one"),
+    (
+        "rl",
+        "--algo.advantage.estimator grop",
+        "`algo.advantage.estimator` (=grop)",
+        "nothing was started",
+        "Did you mean 'grpo'?",
+    ),
+    ("rl", "--data.apply_chat_template yes", "`--data.apply_chat_template`", "takes no value", "Write the flag alone"),
+    ("rl", "--ckpt.save_steps 0", "`ckpt.save_steps` (=0)", "nothing would ever be saved", "Use a positive cadence"),
+    ("rl", "--rollout.temperature 0", "`rollout.temperature` (=0.0)", "no log-probs to learn from", "Use 1.0"),
+    ("sft", "--train.max_epochs 0", "`train.max_epochs` (=0)", "nothing would be trained", "Use a value >= 1"),
+    ("rl", "--config nowhere.toml", "`--config` (=nowhere.toml)", "cannot be read", "Name a config.toml"),
+    ("rl", "--config old.toml", "unknown setting `rollout.batchsize`", "", "Did you mean 'rollout.batch_size'?"),
+    # the model
+    ("rl", "--actor.model_name_or_path modle", "(=modle)", "no tokenizer to load", "Did you mean 'model'?"),
+    ("rl", "--actor.model_name_or_path no/such", "(=no/such)", "no prompt can be tokenised", "Give a directory with"),
+    ("rl", "--actor.model_name_or_path empty", "(=empty)", "no prompt can be tokenised", "Give a directory with"),
+    ("rl", "--actor.model_name_or_path bert", "(=bert) is ['BertForMaskedLM']", "cannot generate text", "Use one"),
+    ("rl", "--actor.model_name_or_path head16", "heads have size 16", "engine would die", "size 32, 64, 80"),
+    ("rl", "--actor.model_name_or_path step_000020", "(=step_000020)", "cannot be loaded", "--ckpt.save_hf"),
+    ("sft", "--model.model_name_or_path granite", "scales its logits", "log-probs would be wrong", "Use another model"),
+    ("rl", "--data.max_len 4096", "`data.max_len` (=4096)", "never seen such positions", "Use --data.max_len 2048"),
+    ("rl", "--fsdp.attn_implementation te", "(=te) on cpu", "runs on GPUs only", "Use auto"),
+    ("rl", "--data.chat_template nowhere.jinja", "(=nowhere.jinja)", "cannot be rendered", "Give the path"),
+    ("rl", "--data.chat_template fixed.jinja", "`data.chat_template`", "cannot be continued", "Pass another template"),
+    (
+        "sft",
+        "--data.chat_template silent.jinja",
+        "`data.input_key` (=input)",
+        "no row is left to train on",
+        "another `data.chat_template`",
+    ),
+    # the data
+    ("rl", "--data.prompt_dataset promts.jsonl", "(=promts.jsonl)", "nothing to load", "Did you mean 'prompts.jsonl'?"),
+    ("rl", "--data.prompt_dataset no/such", "(=no/such)", "nothing to load", "Correct the path or the name"),
+    ("rl", "--data.prompt_dataset empty.jsonl", "(=empty.jsonl)", "no rows to learn from", "at least one row"),
+    ("rl", "--data.prompt_dataset broken.jsonl", "broken.jsonl, line 2", "cannot be read", "one object per line"),
+    ("rl", "--data.prompt_dataset ragged.csv", "ragged.csv, line 3", "cannot be read", "put fields that hold commas"),
+    ("rl", "--data.prompt_dataset torn.parquet", "torn.parquet: not parquet", "no row can be read", "Write it again"),
+    ("rl", "--data.prompt_dataset notes.md", "unknown kind '.md'", "nothing to load", "that ends in .json, .jsonl"),
+    ("rl", "--data.prompt_dataset empty", "(=empty)", "nothing to load", "Put files that end in"),
+    (
+        "rl",
+        "--data.prompt_dataset splits --data.prompt_split tset",
+        "`data.prompt_split` (=tset)",
+        "nothing to load",
+        "Did you mean 'test'? Use one of: test",
+    ),
+    (
+        "rl",
+        "--data.prompt_dataset prompts.jsonl,more.jsonl --data.prompt_probs 1",
+        "`data.prompt_probs` (=1)",
+        "`data.prompt_dataset` (=prompts.jsonl,more.jsonl)",
+        "share",
+    ),
+    (
+        "sft",
+        "--data.dataset prompts.jsonl,more.jsonl --data.dataset_probs 0.5,-1",
+        "`data.dataset_probs` (=0.5,-1)",
+        "",
+        "share",
+    ),
+    ("rl", "--data.input_key inputs", "`data.input_key` (=inputs)", "no row could be used", "Did you mean 'input'?"),
+    ("rl", "--data.label_key lable", "`data.label_key` (=lable)", "no row could be used", "Did you mean 'label'?"),
+    ("sft", "--data.output_key lable", "`data.output_key` (=lable)", "no row could be used", "Did you mean 'label'?"),
+    ("rl", "--data.max_len 8", "not shorter than `data.max_len` (=8)", "no prompt is left", "raise it"),
+    ("eval", "--eval.dataset nowhere.jsonl", "`eval.dataset` (=nowhere.jsonl)", "nothing to load", "Give the path"),
+    ("eval", "--eval.dataset ''", "`eval.dataset` is not set", "nothing to evaluate it on", "Pass --eval.dataset"),
+    # the agent
+    ("rl", "--train.agent_path agnt.py", "(=agnt.py)", "no agent to run", "Did you mean 'agent.py'?"),
+    ("rl", "--train.agent_path no_runner.py", "no_runner.py", "no `AgentRunner`", "class AgentRunner(StepEnvRunner)"),
+    ("rl", "--train.agent_path raises.py", "raises.py", "cannot be imported", "ZeroDivisionError"),
+    # settings against each other
+    ("rl", "--train.batch_size 12", "`train.batch_size` (=12)", "a group would be split", "4 or 8 or 16"),
+    (
+        "rl",
+        "--rollout.n_samples_per_prompt 1 --algo.advantage.estimator grpo",
+        "(=1)",
+        "every advantage would be 0",
+        "Use --rollout.n_samples_per_prompt 8",
+    ),
+    (
+        "rl",
+        "--train.async_queue_size 3 --algo.advantage.is_correction_level off",
+        "(=3)",
+        "as if they were fresh",
+        "--algo.advantage.is_correction_level token",
+    ),
+    ("rl", "--rollout.top_p 0.9", "`rollout.top_p` (=0.9)", "every ratio would be wrong", "Use --rollout.top_p 1"),
+    (
+        "rl",
+        "--algo.advantage.is_correction_level geo --algo.advantage.is_correction_mode clip",
+        "(=geo)",
+        "not a ratio of a token",
+        "--algo.advantage.is_correction_mode mask",
+    ),
+    ("rl", "--algo.kl.init_coef 0.1", "`algo.kl.init_coef` (=0.1)", "no KL would be computed", "init_coef 0"),
+    # the output
+    ("rl", "--ckpt.output_dir a_run", "(=a_run) holds a run", "would be overwritten", "--ckpt.load_enable"),
+    ("sft", "--ckpt.output_dir a_run", "(=a_run) holds a run", "would be overwritten", "another --ckpt.output_dir"),
+    ("rl", "--ckpt.output_dir agent.py/out", "is a file", "nothing of the run could be saved", "Use a directory"),
+    ("rl", "--ckpt.output_dir /proc/out", "/proc is not writable", "could be saved", "Use a directory"),
+]
+
+
+@pytest.fixture
+def wrong(run, model) -> Path:
+    """What the flags name, beside the good model, prompts and agent."""
+    texts = {
+        "old.toml": "[rollout]\nbatchsize = 4\n",
+        "empty.jsonl": "",
+        "broken.jsonl": '{"input": "a", "label": "b"}\n{"input": \n',
+        "more.jsonl": '{"input": "a", "label": "b"}\n' * 20,
+        "ragged.csv": "input,label\na,b\na,b,c\n",
+        "torn.parquet": "PAR1 and no more",
+        "notes.md": "not data",
+        "no_runner.py": "x = 1\n",
+        "raises.py": "1 / 0\n",
+        "fixed.jinja": "{{ 'always the same' }}",
+        "silent.jinja": "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}",
+        "splits/test.jsonl": '{"input": "a", "label": "b"}\n',
+        "a_run/run/metrics.jsonl": "{}\n",
+        "step_000020/manifest.json": "{}",
+        "empty/.keep": "",
+    }
+    for name, text in texts.items():
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_text(text)
+    config = json.loads((model / "config.json").read_text())
+    configs = {
+        "bert": {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
+        "granite": {"model_type": "granite", "architectures": ["GraniteForCausalLM"], "logits_scaling": 8.0},
+        "head16": config | {"head_dim": 16},
+    }
+    for name, changed in configs.items():
+        char_tokenizer().save_pretrained(run / name)
+        (run / name / "config.json").write_text(json.dumps(changed))
+    return run
+
+
+@pytest.mark.parametrize(("command", "flags", "value", "consequence", "fix"), WRONG, ids=[row[1] for row in WRONG])
+def test_a_wrong_input_is_one_message_with_value_consequence_and_fix(
+    command, flags, value, consequence, fix, wrong, capsys
+):
+    before = sorted(wrong.rglob("*"))
+    code = main(["check", command, *FLAGS[command].split(), *shlex.split(flags)])
+    out, err = capsys.readouterr()
+    said = [line for line in (out + err).splitlines() if line.startswith("error")]
+    assert code in (1, 2) and len(said) == 1 and "Traceback" not in err, out + err
+    assert value in said[0] and consequence in said[0] and fix in said[0], said[0]
+    assert sorted(wrong.rglob("*")) == before, "it wrote something"
+
+
+def test_they_are_many():
+    assert len({flags for _, flags, *_ in WRONG}) >= 40

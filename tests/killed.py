@@ -1,0 +1,50 @@
+"""One RL run over `FakeEngine` whose driver sends itself SIGKILL at a chosen moment, for tests of resuming.
+
+python -m tests.killed MOMENT STEP FLAGS...
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+from molt import records
+from molt.cli.args import parse
+from molt.config import RLConfig
+from molt.driver import run_rl
+from molt.publish.publication import Publisher
+from molt.records import Records
+from molt.rollout.producer import Producer
+from molt.train.checkpoint import checkpoint_step
+from tests.fakes import FakeEngineWorker
+
+MOMENTS: dict[str, tuple[object, str, Callable[[int], Callable[..., bool]]]] = {
+    # The batch is trained, its version neither published nor recorded.
+    "trained": (Publisher, "publish", lambda step: lambda _, version: version == step),
+    # Everything is recorded; the groups of the next batch are in flight.
+    "recorded": (Producer, "batch", lambda step: lambda self, *_, **__: self.version == step),
+    # All files of the checkpoint are written, but for the manifest.
+    "saving": (records, "commit", lambda step: lambda aside: checkpoint_step(aside.with_suffix("")) == step),
+    # The checkpoint of the best version is there; its model is neither exported nor noted.
+    "best": (Records, "export", lambda step: lambda _, run, path: path.name == "best" and run.step == step),
+    # All is done but the final export.
+    "ending": (Records, "export", lambda step: lambda _, run, path: path.name != "best" and run.step == step),
+}
+
+
+def kill_at(moment: str, step: int) -> None:
+    """SIGKILL to this process when the function behind `moment` is called for `step`."""
+    owner, name, at = MOMENTS[moment]
+    original, now = getattr(owner, name), at(step)
+
+    def watched(*args, **kwargs):
+        if now(*args, **kwargs):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, watched)
+
+
+if __name__ == "__main__":
+    kill_at(sys.argv[1], int(sys.argv[2]))
+    run_rl(parse(RLConfig, sys.argv[3:], prog="test"), FakeEngineWorker)
