@@ -188,8 +188,8 @@ class CkptConfig(Section, prefix="ckpt."):
 class RLCkptConfig(CkptConfig, prefix="ckpt."):
     """What an RL run leaves behind."""
 
-    best_metric_key: str | None = ""
-    """The evaluation metric whose highest value makes the best checkpoint. Empty: the first `pass1`; None: off."""
+    best_metric_key: str = ""
+    """The evaluation metric whose highest value makes the best checkpoint. Empty: the first `pass1`; none: off."""
 
 
 @dataclass(frozen=True)

@@ -162,14 +162,14 @@ class Records:
         key = self.config.ckpt.best_metric_key
         if key == "":
             key = self.best["metric"] if self.best else next(name for name in metrics if name.endswith("/pass1"))
-        if key is None:
+        if key == "none":
             return
         lost = sum(metric.total for name, metric in metrics.items() if name.endswith("/failures"))
         if key not in metrics and not lost:
             await self.save(run)
             raise ConfigError(
                 f"`ckpt.best_metric_key` (={key}) is not what the evaluation measures: no version could be the best. "
-                f"Use one of {', '.join(sorted(metrics))}, or None; then resume with --ckpt.load_enable."
+                f"Use one of {', '.join(sorted(metrics))}, or none; then resume with --ckpt.load_enable."
             )
         value = values(metrics).get(key)
         if value is None or (self.best and self.best["metric"] == key and value <= self.best["value"]):

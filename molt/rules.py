@@ -217,7 +217,7 @@ def warn_eval_without_dataset(c: Any) -> Message:
 
 
 def warn_no_best(c: RLConfig) -> Message:
-    if c.ckpt.best_metric_key and c.eval.dataset is None:
+    if c.ckpt.best_metric_key not in ("", "none") and c.eval.dataset is None:
         consequence = "nothing is evaluated, so no version is the best"
         return message(c, "ckpt.best_metric_key eval.dataset", consequence, "Pass --eval.dataset FILE.jsonl")
 

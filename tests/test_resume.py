@@ -159,7 +159,7 @@ def test_the_best_checkpoint_is_what_was_evaluated_and_is_forgotten_with_its_lin
             for file in path.rglob("*"):
                 file.is_file() and file.unlink()
     with pytest.warns(UserWarning, match="torn"):
-        run(settings(model_dir, output, prompts, *more, "--ckpt.load_enable", "--ckpt.best_metric_key", "None"))
+        run(settings(model_dir, output, prompts, *more, "--ckpt.load_enable", "--ckpt.best_metric_key", "none"))
     assert best_of(output) == {"step": found[-2], "metric": "eval/p/pass1", "value": values[found[-2]]}
     assert_same_bits(output / "best", output / "checkpoints" / f"step_{found[-2]:06d}" / "hf")
 

