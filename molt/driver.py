@@ -27,7 +27,7 @@ from molt.data.rows import DropReport, UnusableRow, load_rows
 from molt.errors import MoltError
 from molt.loop import Run, evaluate_now, publish, train
 from molt.publish.publication import Publisher
-from molt.records import Records
+from molt.records import Records, refuse_other_run
 from molt.report.metrics import values
 from molt.report.sinks import RunLog
 from molt.rollout.engine_worker import RolloutEngineWorker, Sampling
@@ -88,6 +88,8 @@ async def drive(config: RLConfig, engine_worker: Any = RolloutEngineWorker) -> N
         config.actor.model_name_or_path, config.data.chat_template, apply_chat_template=config.data.apply_chat_template
     )
     checkpoint = latest_checkpoint(config.ckpt.checkpoints) if config.ckpt.load_enable else None
+    if checkpoint:
+        refuse_other_run(checkpoint, config, stream)
     # Without a checkpoint, whatever an earlier attempt logged is not of this run's lineage either.
     resume_step = checkpoint_step(checkpoint) if checkpoint else -1 if config.ckpt.load_enable else None
     with RunLog(config.ckpt.run_dir, config.logger, header(config, total_steps), total_steps, resume_step) as log:
@@ -119,8 +121,12 @@ async def drive(config: RLConfig, engine_worker: Any = RolloutEngineWorker) -> N
         _stop_on_signals(producer)
         try:
             await _whole(run)
-        finally:
-            await run.records.settle()  # whatever stopped the run, the last checkpoint is completed
+        except BaseException:  # whatever stopped the run, the last checkpoint is completed
+            try:
+                await run.records.settle()
+            except MoltError as error:
+                print(f"error: {error}", file=sys.stderr)
+            raise
 
 
 async def _whole(run: Run) -> None:

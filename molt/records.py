@@ -4,11 +4,13 @@ import asyncio
 import json
 import shutil
 import sys
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from molt.chat.render import Renderer
 from molt.config import RLConfig
+from molt.data.prompts import PromptStream
 from molt.errors import ConfigError, TrainingError
 from molt.report.metrics import merge, values
 from molt.report.rollouts import write_rollouts
@@ -121,7 +123,7 @@ class Records:
         await self.settle()
         finished = run.producer.finished_groups()
         state = {"step": run.step, "total_steps": run.total_steps, "evaluated": run.evaluated, "best": self.best}
-        state |= {"ledger": run.producer.ledger(), "data": self._identity(run)}
+        state |= {"ledger": run.producer.ledger(), "data": identity(self.config, run.producer.stream)}
         aside = begin(self.folder, run.step)
         with removing(aside):
             await run.cluster.policy.save(aside, ckpt.async_save)
@@ -165,7 +167,16 @@ class Records:
         if key == "none":
             return
         lost = sum(metric.total for name, metric in metrics.items() if name.endswith("/failures"))
+        asked = lost + sum(metric.count for name, metric in metrics.items() if name.endswith("/response_length"))
+        if lost > (limit := self.config.rollout.max_failure_rate) * asked:
+            print(
+                f"step {run.step}: {lost:.0f} of {asked:.0f} evaluation rollouts have no result, above "
+                f"rollout.max_failure_rate (={limit:g}): this version is not compared with the best one.",
+                file=sys.stderr,
+            )
+            return
         if key not in metrics and not lost:
+            run.evaluated = None  # a resume with another key evaluates this version again
             await self.save(run)
             raise ConfigError(
                 f"`ckpt.best_metric_key` (={key}) is not what the evaluation measures: no version could be the best. "
@@ -198,13 +209,16 @@ class Records:
             await self._export_best(run)
             return
         self.best = None  # its checkpoint went with the lineage that was abandoned
+        if self.best_model.exists():
+            aside = self.log.run_dir / "abandoned" / f"best_{datetime.now():%Y%m%d-%H%M%S.%f}"
+            aside.parent.mkdir(exist_ok=True)
+            shutil.move(self.best_model, aside)
+            print(f"the best model is of steps that this resume goes back behind: it is now {aside}", file=sys.stderr)
         self.best_file.unlink(missing_ok=True)
-        shutil.rmtree(self.best_model, ignore_errors=True)
 
     async def restore(self, run: "Run", path: Path) -> None:
         """Continue where `path` was saved."""
         state = json.loads((path / "loop.json").read_text())
-        require_same_run(path, state["data"], self._identity(run))
         await self.follow(run, state["best"])
         await run.cluster.policy.load(path)
         stream = run.producer.stream
@@ -220,16 +234,21 @@ class Records:
         run.step, run.evaluated = self.saved = state["step"], state["evaluated"]
         run.producer.restore(state["ledger"], groups, run.step)
 
-    def _identity(self, run: "Run") -> dict[str, Any]:
-        """What must be the same for a position in the prompt stream to mean the same prompt and group."""
-        rollout, order = self.config.rollout, run.producer.stream.order.identity
-        group = rollout.n_samples_per_prompt
-        return {**order, "seed": self.config.train.seed, "batch": rollout.batch_size, "group": group}
-
     async def export(self, run: "Run", path: Path) -> None:
         """The policy as a Hugging Face model directory. Raises `CheckpointError` when the disk does not take it."""
         with failing(path):
             await run.cluster.policy.export(self.config.actor.model_name_or_path, self.config.data.chat_template, path)
+
+
+def identity(config: RLConfig, stream: PromptStream) -> dict[str, Any]:
+    """What must be the same for a position in the prompt stream to mean the same prompt and group."""
+    batch, group = config.rollout.batch_size, config.rollout.n_samples_per_prompt
+    return {**stream.order.identity, "seed": config.train.seed, "batch": batch, "group": group}
+
+
+def refuse_other_run(path: Path, config: RLConfig, stream: PromptStream) -> None:
+    """Raise `CheckpointError` before anything is started, or written, if the checkpoint is of another run."""
+    require_same_run(path, json.loads((path / "loop.json").read_text())["data"], identity(config, stream))
 
 
 def _rollout_metrics(group: Group) -> dict[str, Metric]:

@@ -4,13 +4,16 @@ Ranges of a single setting are checked beside it in `config.py`; what needs file
 is in `cli/check.py`.
 """
 
+import re
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
-from molt.config import RLConfig
+from molt.config import RLConfig, TrainConfig
 
 Message = str | None
+EVALUATED = re.compile(r"eval/.+/(pass\d+|pass1_low|pass1_high|response_length|truncated)")
+"""What an evaluation measures."""
 NEED_A_GROUP = ("reinforce_baseline", "rloo", "grpo", "dr_grpo")
 """Estimators whose baseline is the other rollouts of the prompt."""
 
@@ -91,6 +94,15 @@ def no_kl_yet(c: RLConfig) -> Message:
         return f"`algo.kl.init_coef` (={c.algo.kl.init_coef}): {consequence}. Use --algo.kl.init_coef 0."
 
 
+def best_is_of_an_evaluation(c: RLConfig) -> Message:
+    key = c.ckpt.best_metric_key
+    if key not in ("", "none") and not EVALUATED.fullmatch(key):
+        return (
+            f"`ckpt.best_metric_key` (={key}): no evaluation measures that, so no version could be the best. "
+            "Use eval/<data source>/pass1, or none."
+        )
+
+
 def stale_tokens_need_correction(c: RLConfig) -> Message:
     if c.train.staleness_bound > 1 and c.algo.advantage.is_correction_level == "off":
         name = "train.async_queue_size" if c.train.async_queue_size > 1 else "train.max_staleness"
@@ -169,6 +181,7 @@ RULES: list[Rule] = [
     tools_need_a_template,
     baseline_needs_a_group,
     no_kl_yet,
+    best_is_of_an_evaluation,
     stale_tokens_need_correction,
     correction_needs_the_whole_distribution,
     answer_fits_the_context,
@@ -212,8 +225,9 @@ def warn_more_in_flight_than_open(c: RLConfig) -> Message:
 
 
 def warn_eval_without_dataset(c: Any) -> Message:
-    if c.eval.dataset is None and (c.eval.steps > 0 or getattr(c.eval, "eval_at_start", False)):
-        return message(c, "eval.dataset eval.steps", "nothing is evaluated", "Pass --eval.dataset FILE.jsonl")
+    asked = "eval.steps" if c.eval.steps > 0 else "eval.eval_at_start" * getattr(c.eval, "eval_at_start", False)
+    if c.eval.dataset is None and asked:
+        return message(c, f"eval.dataset {asked}", "nothing is evaluated", "Pass --eval.dataset FILE.jsonl")
 
 
 def warn_no_best(c: RLConfig) -> Message:
@@ -236,6 +250,13 @@ def warn_gamma_unused(c: RLConfig) -> Message:
         )
 
 
+def warn_budget_unused(c: RLConfig) -> Message:
+    if c.train.max_tokens_per_gpu != TrainConfig.max_tokens_per_gpu and not c.train.dynamic_batch_enable:
+        consequence = "micro-batches have `train.micro_batch_size` samples, and the budget is not read"
+        fix = "Pass --train.dynamic_batch_enable"
+        return message(c, "train.max_tokens_per_gpu train.dynamic_batch_enable", consequence, fix)
+
+
 def warn_nothing_saved(c: Any) -> Message:
     if c.ckpt.disable_final_save and c.ckpt.save_steps == -1:
         consequence = "nothing is saved unless SIGTERM stops the run"
@@ -250,6 +271,7 @@ WARNINGS: list[Rule] = [
     warn_no_best,
     warn_template_unused,
     warn_gamma_unused,
+    warn_budget_unused,
     warn_nothing_saved,
 ]
 """What is allowed but probably not meant."""

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from molt import records
 from molt.driver import drive
 from molt.errors import CheckpointError, ConfigError
 from molt.train.checkpoint import begin, checkpoint_step, latest_checkpoint
+from molt.types import Metric
 from tests.fakes import FakeEngineWorker
 from tests.runs import events, flags, settings, trained_groups, write_prompts
 
@@ -170,3 +172,20 @@ def test_a_metric_that_is_not_evaluated_is_told_and_nothing_is_lost(ray_session,
     with pytest.raises(ConfigError, match=r"\(=eval/nope/pass1\) is not what .*Use one of eval/p/failures, .*eval/p/p"):
         run(settings(model_dir, output, prompts, *evaluated))
     assert checkpoint_step(latest_checkpoint(output / "checkpoints")) == 2
+    right = [*evaluated[:-1], "eval/p/pass1", "--ckpt.load_enable"]
+    run(settings(model_dir, output, prompts, *right, "--train.max_steps", "2"))
+    assert best_of(output)["step"] == 2  # the version that was evaluated under the wrong name counts
+    kept = (output / "run" / "config.toml").read_text(), lines(output)
+    with pytest.raises(CheckpointError, match="would repeat or skip rows"):
+        run(settings(model_dir, output, prompts, *right, "--train.seed", "7"))
+    assert ((output / "run" / "config.toml").read_text(), lines(output)) == kept  # the settings to go back to
+
+
+def test_an_evaluation_that_mostly_failed_is_no_best(model_dir, tmp_path, capsys):
+    """One rollout of ten came back, and it was right."""
+    config = settings(model_dir, tmp_path / "out", write_prompts(tmp_path / "p.jsonl", 4))
+    kept = records.Records(config, None, None)
+    metrics = {"eval/p/pass1": Metric(1.0, 1), "eval/p/failures": Metric(9.0), "eval/p/response_length": Metric(5.0, 1)}
+    asyncio.run(kept.keep_best(SimpleNamespace(step=3, evaluated=3), metrics))
+    assert kept.best is None and not kept.best_model.exists()
+    assert "9 of 10 evaluation rollouts have no result" in capsys.readouterr().err

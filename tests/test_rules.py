@@ -255,6 +255,22 @@ BROKEN = [
         "--eval.dataset FILE.jsonl",
     ),
     (
+        rules.warn_budget_unused,
+        "rl",
+        "--train.max_tokens_per_gpu 4096",
+        ["(=4096)", "(=False)"],
+        "the budget is not read",
+        "--train.dynamic_batch_enable",
+    ),
+    (
+        rules.best_is_of_an_evaluation,
+        "rl",
+        "--ckpt.best_metric_key pass1 --eval.dataset d.jsonl",
+        ["(=pass1)"],
+        "no version could be the best",
+        "",
+    ),
+    (
         rules.warn_nothing_saved,
         "rl",
         "--ckpt.disable_final_save --ckpt.save_steps -1",

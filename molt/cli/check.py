@@ -7,6 +7,7 @@ engine, no Ray, no weights.
 import re
 import tempfile
 from collections.abc import Callable
+from itertools import accumulate
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
@@ -188,8 +189,9 @@ def _check_prompts(
 ) -> None:
     data, dataset = config.data, PromptDataset(load(config), config.data)
     renderer = tokenizer and Renderer(tokenizer, apply_chat_template=data.apply_chat_template)
-    report = DropReport(min(len(dataset), LOOK_ROWS))
-    for i in range(report.total):
+    looked_at = _first_of_each(dataset.rows.sizes)
+    report = DropReport(len(looked_at))
+    for i in looked_at:
         try:
             prompt = dataset.prompt(i)
             if renderer and len(renderer.prompt_ids(prompt)) >= data.max_len:
@@ -203,6 +205,13 @@ def _check_prompts(
         )
     if renderer:
         add_rows(found, f"prompts of {flag}", report)
+
+
+def _first_of_each(sizes: list[int]) -> list[int]:
+    """The numbers of the first rows of each dataset, `LOOK_ROWS` in all."""
+    most = max(1, LOOK_ROWS // len(sizes))
+    starts = accumulate([0, *sizes[:-1]])
+    return [start + i for start, size in zip(starts, sizes, strict=True) for i in range(min(size, most))]
 
 
 def add_rows(found: Findings, what: str, report: DropReport) -> None:

@@ -46,7 +46,8 @@ def _check_conversations(found: Findings, config: SftConfig, tokenizer) -> None:
     if config.eval.dataset:
         found.attempt(overlap, found, rows, config)
     if tokenizer is not None:
-        some = first_rows(data.dataset, "data.dataset", data.dataset_split, len(rows), most=LOOK_ROWS)
+        most = max(1, LOOK_ROWS // len(rows.sizes))
+        some = first_rows(data.dataset, "data.dataset", data.dataset_split, len(rows), mixed=True, most=most)
         _, report = build_conversations(some, data, tokenizer)
         add_rows(found, "conversations", report)
 
@@ -56,11 +57,9 @@ def main(argv: list[str] | None = None) -> None:
     config = parse(SftConfig, sys.argv[1:] if argv is None else argv, prog="molt sft")
     if int(os.environ.get("RANK", 0)) == 0:  # torchrun's protocol
         show(check_or_raise(config, static_checks))
-        config.ckpt.run_dir.mkdir(parents=True, exist_ok=True)
-        (config.ckpt.run_dir / "config.toml").write_text(dump(config), encoding="utf-8")
     from molt.train.sft import run_sft
 
-    run_sft(config)
+    run_sft(config, dump(config))
 
 
 if __name__ == "__main__":

@@ -31,13 +31,14 @@ MOE = {
 }
 # What they take for granted.
 MOE_IGNORES = {"tie_word_embeddings": False, "sliding_window": None, "hidden_act": "silu"}
+DEEPSEEK_IGNORES = {"attention_bias": False, "rope_interleave": True}
 
 
 def obstacle(config: PreTrainedConfig, attention: str) -> str | None:
     """Why AutoModel cannot train this model with this attention, or would silently train another one; or None."""
     name, known = (config.architectures or ["(unnamed)"])[0], DENSE | MOE
     if find_spec("nemo_automodel") is None:
-        return "nemo-automodel is not installed (pip install 'molt[automodel]')"
+        return "nemo-automodel is not installed (pip install 'molt[automodel]'; on a CPU `--no-deps nemo-automodel`)"
     if name not in known:
         return f"none of its classes that molt supports is for {name}, but for {', '.join(known)}"
     rope = config.rope_parameters
@@ -47,6 +48,7 @@ def obstacle(config: PreTrainedConfig, attention: str) -> str | None:
     if attention not in ("auto", *MASKLESS_ATTENTIONS):
         return f"it needs an attention that knows packing without a mask, which {attention} is not"
     ignored = MOE_IGNORES if name in MOE else {}
+    ignored = ignored | (DEEPSEEK_IGNORES if name == "DeepseekV3ForCausalLM" else {})
     differs = {key: value for key in ignored if (value := getattr(config, key, ignored[key])) != ignored[key]}
     return f"its {name} ignores {differs}" if differs else None
 

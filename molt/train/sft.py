@@ -39,6 +39,7 @@ from molt.train.checkpoint import (
     begin,
     commit,
     export_hf,
+    failing,
     latest_checkpoint,
     load_checkpoint,
     prune,
@@ -64,9 +65,10 @@ class MicroBatch:
     """float32, `1 / N` with N trained tokens in the step batch of all ranks, 0 where the mask is off."""
 
 
-def run_sft(config: SftConfig) -> None:
+def run_sft(config: SftConfig, settings: str = "") -> None:
     """Train, evaluate, checkpoint and export. Every rank calls it; without torchrun there is one.
 
+    settings: what `run/config.toml` will hold, once it is sure that the run may go on here.
     On SIGTERM it saves a checkpoint after the current step and returns.
     Raises a `MoltError` for settings, data and checkpoints that cannot be used, and for a step that went wrong.
     """
@@ -78,7 +80,7 @@ def run_sft(config: SftConfig) -> None:
     torch.manual_seed(config.train.seed)
     mesh = init_distributed(rank, world_size, address, port, device)
     try:
-        run = SftRun(config, mesh, device)
+        run = SftRun(config, mesh, device, settings)
         with Termination() as termination:
             run.train(termination)
     finally:
@@ -107,8 +109,8 @@ class Termination:
 class SftRun:
     """Model, optimizer and data of one rank. Every method is collective: all ranks call it."""
 
-    def __init__(self, config: SftConfig, mesh, device: torch.device):
-        self.config, self.device = config, device
+    def __init__(self, config: SftConfig, mesh, device: torch.device, settings: str = ""):
+        self.config, self.device, self.settings = config, device, settings
         self.rank, self.world_size = mesh.get_rank(), mesh.size()
         model = config.model.model_name_or_path
         self.tokenizer = load_tokenizer(model, config.data.chat_template, flag="model.model_name_or_path")
@@ -188,7 +190,10 @@ class SftRun:
         header = f"SFT: {len(self.conversations):,} conversations, {self.total_steps:,} steps on {self.device.type}"
         header += f"\n{self.dropped}" if self.dropped else ""
         resume_step = start if self.config.ckpt.load_enable else None
-        return RunLog(self.config.ckpt.run_dir, self.config.logger, header, self.total_steps, resume_step)
+        log = RunLog(self.config.ckpt.run_dir, self.config.logger, header, self.total_steps, resume_step)
+        if self.settings:
+            (self.config.ckpt.run_dir / "config.toml").write_text(self.settings, encoding="utf-8")
+        return log
 
     def _step(self, step: int) -> dict[str, float]:
         """Optimizer step number `step`, from 1."""
@@ -242,16 +247,16 @@ class SftRun:
         path = latest_checkpoint(ckpt.checkpoints) if ckpt.load_enable else None
         if path is None:
             return 0
-        load_checkpoint(path, self.model, self.optimizer, self.scheduler)
         extra = json.loads((path / "extra.json").read_text())
         require_same_run(path, extra["data"], self._identity())
+        load_checkpoint(path, self.model, self.optimizer, self.scheduler)
         return extra["step"]
 
     def _save(self, step: int) -> None:
         """A checkpoint, owned by rank 0. With `ckpt.async_save` it is written while training goes on."""
         self._settle()
         ckpt, tmp = self.config.ckpt, temporary(self.config.ckpt.checkpoints, step)
-        with removing(tmp):
+        with (removing if self.rank == 0 else failing)(tmp):
             if self.rank == 0:
                 begin(ckpt.checkpoints, step)
             dist.barrier()  # default group, every rank: nobody writes before the directory is empty
@@ -265,7 +270,7 @@ class SftRun:
 
     def _commit(self, tmp: Path, part: Future, extra: Mapping[str, Any]) -> None:
         """Wait for this rank's part, the last of which is rank 0's; it then finishes the checkpoint."""
-        with removing(tmp):
+        with (removing if self.rank == 0 else failing)(tmp):
             written(tmp, part)
             if self.rank == 0:
                 (tmp / "extra.json").write_text(json.dumps(extra))

@@ -78,6 +78,12 @@ MOE = {"architectures": ["Qwen3MoeForCausalLM"]}
         ("qwen3_moe", MOE | {"use_sliding_window": True, "sliding_window": 8}, "", "ignores {'sliding_window': 8}"),
         ("qwen3_moe", MOE | {"rope_parameters": YARN}, "", "computes other rotary embeddings than"),
         ("deepseek_v3", {"architectures": ["DeepseekV3ForCausalLM"], "rope_parameters": YARN}, "", "other rotary"),
+        (
+            "deepseek_v3",
+            {"architectures": ["DeepseekV3ForCausalLM"], "attention_bias": True},
+            "",
+            "ignores {'attention_bias': True}",
+        ),
     ],
 )
 def test_what_automodel_would_train_as_another_model_is_refused(run, capsys, kind, model, config, flags, why):
@@ -93,4 +99,4 @@ def test_what_automodel_would_train_as_another_model_is_refused(run, capsys, kin
 def test_automodel_that_is_not_installed(run, capsys, monkeypatch):
     monkeypatch.setattr("molt.models.automodel.find_spec", lambda name: None)
     errors = check(capsys, "sft", "--fsdp.backend automodel")[1]
-    assert len(errors) == 1 and "not installed (pip install 'molt[automodel]')" in errors[0]
+    assert len(errors) == 1 and "not installed (pip install 'molt[automodel]'; on a CPU" in errors[0]
