@@ -89,21 +89,23 @@ def test_sft_refuses_before_anything_is_written(run, capsys):
     assert not (run / "ckpt").exists()
 
 
-def test_sft_writes_its_settings_and_trains(run, monkeypatch, capsys):
+def test_sft_trains_and_hands_over_the_text_of_its_settings(run, monkeypatch, capsys):
     from molt.cli.args import load
     from molt.config_sft import SftConfig
 
     trained = []
-    monkeypatch.setattr("molt.train.sft.run_sft", trained.append)
+    monkeypatch.setattr("molt.train.sft.run_sft", lambda *given: trained.append(given))
     flags = "--model.model_name_or_path model --data.dataset prompts.jsonl --data.output_key label --train.batch_size 4"
     assert main(["sft", *flags.split()]) == 0
     assert "warning  `train.micro_batch_size` (=8)" in capsys.readouterr().out
-    assert trained == [load(SftConfig, run / "ckpt" / "run" / "config.toml")]
+    ((config, settings),) = trained
+    (run / "config.toml").write_text(settings)
+    assert load(SftConfig, run / "config.toml") == config and not (run / "ckpt").exists()
 
 
 def test_the_other_ranks_of_torchrun_leave_the_checks_to_the_first(run, monkeypatch):
     trained = []
-    monkeypatch.setattr("molt.train.sft.run_sft", trained.append)
+    monkeypatch.setattr("molt.train.sft.run_sft", lambda *given: trained.append(given))
     monkeypatch.setenv("RANK", "1")
     assert main(["sft", *["--model.model_name_or_path", "model", "--data.dataset", "nowhere.jsonl"]]) == 0
     assert len(trained) == 1 and not (run / "ckpt").exists()

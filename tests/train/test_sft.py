@@ -88,10 +88,11 @@ def test_resuming_repeats_the_run_exactly(config):
 
 def test_resuming_with_another_order_of_the_data_is_refused(config):
     short = replace(config, train=replace(config.train, max_steps=1))
-    run_sft(short)
+    run_sft(short, "a = 1\n")
     other = replace(short, train=replace(short.train, seed=1), ckpt=replace(config.ckpt, load_enable=True))
     with pytest.raises(CheckpointError, match="repeat or skip rows"):
-        run_sft(other)
+        run_sft(other, "a = 2\n")
+    assert (config.ckpt.run_dir / "config.toml").read_text() == "a = 1\n"  # the settings to go back to
 
 
 def test_a_mixture_resumes_exactly_and_drops_rows_before_it_counts(config, copy_task, tmp_path):
