@@ -1,6 +1,6 @@
 """How well a run overlaps: seconds per step over `max(generation alone, training alone)`, one core each.
 
-    python benchmarks/loop_efficiency.py [--steps 8] [--hidden 128] [--new-tokens 96]
+    python benchmarks/loop_efficiency.py [--steps 8] [--hidden 192] [--new-tokens 112]
 
 One real vLLM engine, one runner and one policy rank, wired as `molt rl` wires them, queue of one batch. Engine and
 runner are pinned to the first core, the policy rank to the second, in every measurement:
@@ -151,8 +151,8 @@ def steps_of(output: Path) -> tuple[list[float], list[dict]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=128, help="a multiple of 64")
-    parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--hidden", type=int, default=192, help="a multiple of 64")
+    parser.add_argument("--new-tokens", type=int, default=112)
     options = parser.parse_args()
     threading.Thread(target=pin_forever, daemon=True).start()
     with tempfile.TemporaryDirectory() as name:

@@ -36,7 +36,7 @@ CONVERSATIONS, BATCH, SHORTEST, LONGEST, LR = 2_048, 256, 2, 40, 1e-4
 # One token of prompt, then the answer: the length of a conversation is what we ask for.
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 ALPHABET = "".join(chr(0x4E00 + i) for i in range(2_000))
-TRAINER_SETTINGS = [(size, BATCH // size) for size in (256, 128, 64, 32)]
+TRAINER_SETTINGS = [(size, BATCH // size) for size in (256, 128, 64, 32, 16)]
 MOLT_BUDGETS = [(packed, tokens) for packed in (False, True) for tokens in (1_024, 2_048, 4_096)]
 
 
