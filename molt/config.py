@@ -218,7 +218,7 @@ class PromptDataConfig(Section, prefix="data."):
     prompt_split: str = "train"
     """The split of saved directories and hub datasets."""
     max_samples: Annotated[int | None, at_least(1, "no row would be left")] = None
-    """Use only the first rows."""
+    """Use only the first rows; of each dataset, where shares mix them."""
     max_len: Annotated[int, at_least(2, "no prompt and answer fit in it")] = 2048
     """The whole context in tokens: prompt, generations and observations."""
     input_key: str = "input"

@@ -28,7 +28,7 @@ class SftDataConfig(Section, prefix="data."):
     dataset_split: str = "train"
     """The split of saved directories and hub datasets."""
     max_samples: Annotated[int | None, at_least(1, "no row would be left")] = None
-    """Use only the first rows."""
+    """Use only the first rows; of each dataset, where shares mix them."""
     max_len: Annotated[int, at_least(1, "no row would be left")] = 2048
     """Longest conversation in tokens; longer ones are dropped, counted and named."""
     input_key: str = "input"

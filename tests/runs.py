@@ -3,12 +3,15 @@
 python -m tests.runs FLAGS...      one run, or evaluation, in a process of its own, to be signalled or killed
 """
 
+import asyncio
 import json
 import sys
 from pathlib import Path
 
 from molt.cli.args import parse
 from molt.config import RLConfig
+from molt.driver import drive, run_evaluation, run_rl
+from tests.fakes import FakeEngineWorker
 
 AGENT = str(Path(__file__).parent / "sevens.py")
 
@@ -44,6 +47,16 @@ def settings(*args, **kwargs) -> RLConfig:
     return parse(RLConfig, flags(*args, **kwargs), prog="test")
 
 
+def run(config: RLConfig) -> None:
+    """One run in the Ray session that is there; raises what stopped it, out of its task groups."""
+    try:
+        asyncio.run(drive(config, FakeEngineWorker))
+    except ExceptionGroup as group:
+        while isinstance(group, ExceptionGroup):
+            group = group.exceptions[0]
+        raise group from None
+
+
 def metrics(output: Path, name: str) -> list[float]:
     """One metric of every training step, in order."""
     lines = [json.loads(line) for line in (output / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -68,8 +81,6 @@ def trained_groups(output: Path) -> list[str]:
 if __name__ == "__main__":
     from molt.cli.eval import present
     from molt.cli.main import run_command
-    from molt.driver import run_evaluation, run_rl
-    from tests.fakes import FakeEngineWorker
 
     def command(argv: list[str]) -> None:
         config = parse(RLConfig, argv, prog="test")

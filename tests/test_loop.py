@@ -15,18 +15,9 @@ from molt.publish.publication import Publisher
 from molt.report.metrics import values
 from molt.rollout.evaluate import score
 from tests.fakes import FakeEngineWorker
-from tests.runs import events, metrics, settings, trained_groups, write_prompts
+from tests.runs import events, metrics, run, settings, trained_groups, write_prompts
 
 pytestmark = pytest.mark.ray
-
-
-def run(config) -> None:
-    try:
-        asyncio.run(drive(config, FakeEngineWorker))
-    except ExceptionGroup as group:
-        while isinstance(group, ExceptionGroup):
-            group = group.exceptions[0]
-        raise group from None
 
 
 @pytest.mark.parametrize("queue", [0, 1, 2])

@@ -17,24 +17,13 @@ import torch
 from safetensors.torch import load_file
 
 from molt import records
-from molt.driver import drive
 from molt.errors import CheckpointError, ConfigError
 from molt.train.checkpoint import begin, checkpoint_step, latest_checkpoint
 from molt.types import Metric
-from tests.fakes import FakeEngineWorker
-from tests.runs import events, flags, settings, trained_groups, write_prompts
+from tests.runs import events, flags, run, settings, trained_groups, write_prompts
 
 pytestmark = pytest.mark.ray
 ROOT = Path(__file__).parent.parent
-
-
-def run(config) -> None:
-    try:
-        asyncio.run(drive(config, FakeEngineWorker))
-    except ExceptionGroup as group:
-        while isinstance(group, ExceptionGroup):
-            group = group.exceptions[0]
-        raise group from None
 
 
 def run_killed(arguments: list[str], output: Path, moment: str, step: int) -> None:
