@@ -6,7 +6,7 @@ One real vLLM engine, one runner and one policy rank, wired as `molt rl` wires t
 runner are pinned to the first core, the policy rank to the second, in every measurement:
 
     generation alone   the groups of a batch through the runners at fixed weights, nothing trains
-    training alone     `PolicyRanks.train` on samples that were just generated, nothing is generated
+    training alone     `PolicyRanks.prepare` and `train` on samples that were just generated, nothing is generated
     the loop           a run of `--steps` steps: seconds between two publications, without the first two
 
 The two alone are measured before and after the run. They should be within 30 % of each other, and 3 s or more, or the
@@ -32,7 +32,7 @@ from _common import spread
 
 from molt import cluster
 from molt.algo.advantage import ADVANTAGES
-from molt.batch.plan import advantages, plan_batch
+from molt.batch.plan import advantages, plan_batch, shaped_rewards
 from molt.cli.args import parse
 from molt.config import RLConfig
 from molt.data.prompts import PromptDataset
@@ -117,7 +117,8 @@ async def alone(config: RLConfig) -> tuple[list[float], list[float]]:
         generation.append(time.perf_counter() - began)
         rollouts, samples = [result.rollouts for result, _ in groups], [reference for _, reference in groups]
         estimator = ADVANTAGES[config.algo.advantage.estimator]
-        rewards, per_group = advantages(rollouts, estimator, config.reward.clip_range)
+        rewards = shaped_rewards(rollouts, config.reward, config.data.max_len)
+        per_group = advantages(rollouts, rewards, estimator)
         began = time.perf_counter()
         plans = plan_batch(
             rollouts,
@@ -126,8 +127,10 @@ async def alone(config: RLConfig) -> tuple[list[float], list[float]]:
             groups_per_step=PROMPTS,
             micro_batch_size=config.train.micro_batch_size,
             ranks=1,
+            max_len=config.data.max_len,
         )
-        await processes.policy.train(plans, samples, 0)
+        await processes.policy.prepare(plans, samples, {}, 0, 0.0)
+        await processes.policy.train()
         training.append(time.perf_counter() - began)
     return generation[1:], training[1:]  # the first ones warm up
 

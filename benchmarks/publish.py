@@ -29,7 +29,7 @@ import ray
 import torch
 from _common import spread
 
-from molt.cluster import engine_settings, policy_settings, start_ray
+from molt.cluster import engine_settings, model_settings, start_ray
 from molt.config import ActorConfig, PromptDataConfig, RLConfig
 from molt.driver import PROBE_SEQUENCES, PROBE_TOKENS
 from molt.parallel.mesh import single_threaded_on_cpu
@@ -98,7 +98,7 @@ class Trainer:
         return await asyncio.to_thread(self.sender.send)
 
     async def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
-        return self.policy.score(sequences)
+        return self.policy.probe(sequences)
 
 
 def memcpy(tensors: list[torch.Tensor], copies: list[torch.Tensor]) -> float:
@@ -112,7 +112,7 @@ def memcpy(tensors: list[torch.Tensor], copies: list[torch.Tensor]) -> float:
 async def measure(config: RLConfig, rounds: int) -> None:
     engine = RolloutEngineWorker.options(num_cpus=0).remote(engine_settings(config))
     started = engine.start.remote()
-    policy = Policy(policy_settings(config, 1), 0, 1, "", 0, 0)
+    policy = Policy(model_settings(config, 1)["policy"][1], 0, 1, "", 0, 0)
     await started
     trainer = Trainer(policy, TimedClient([engine], TIMEOUT_S))
     probe = np.random.default_rng(0).integers(3, WORDS, (PROBE_SEQUENCES, 32 + PROBE_TOKENS)).tolist()

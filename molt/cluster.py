@@ -6,24 +6,35 @@ What is scarce are GPUs, and those are counted here.
 
 import asyncio
 import logging
+import math
 import os
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from molt import guard
+from molt.algo.plugin import load_estimator
+from molt.batch.plan import RankPlan
 from molt.config import RLConfig
 from molt.errors import ConfigError, ResourceError
 from molt.parallel.mesh import DTYPES, param_dtype, resolve_device
+from molt.report.metrics import merge
 from molt.rollout.engine_worker import EngineSettings, RolloutEngineWorker
 from molt.rollout.pool import EngineGroup
 from molt.rollout.producer import GRACE_S, RunnerPool
 from molt.rollout.runner_worker import RunnerSettings, RunnerWorker
-from molt.train.policy import PolicySettings
-from molt.train.policy_worker import PolicyRanks, PolicyWorker
+from molt.train.critic import Critic, CriticSettings
+from molt.train.policy import Policy, PolicySettings
+from molt.train.policy_worker import CriticRanks, CriticWorker, PolicyRanks, PolicyWorker, ReferenceWorker
+from molt.train.rank_worker import Ranks, ScoreRefs
+from molt.train.reference import Reference, ReferenceSettings
+from molt.types import Metric
 
 START_TIMEOUT_S = 1800.0
 """For loading models; a 1T model from network storage takes its time."""
@@ -53,7 +64,37 @@ class Cluster:
     engines: EngineGroup
     policy: PolicyRanks
     """No rank at all with `eval.eval_only`."""
+    reference: Ranks | None
+    """None unless a KL to a frozen model is computed."""
+    critic: CriticRanks | None
+    """None unless the estimator needs values."""
     runners: RunnerPool
+
+    async def score(self, plans: Callable[..., list[RankPlan]], groups: list[ray.ObjectRef]) -> ScoreRefs:
+        """What reference and critic say of a training batch; `plans(ranks=...)` splits it."""
+        models = {"ref_logprobs": self.reference, "values": self.critic}
+        present = {name: ranks for name, ranks in models.items() if ranks}
+        found = await asyncio.gather(*(r.score(plans(ranks=len(r.workers)), groups) for r in present.values()))
+        return dict(zip(present, found, strict=True))
+
+    async def train(self, returns: list[ray.ObjectRef], *, freeze_policy: bool) -> dict[str, Metric]:
+        """The optimizer steps of the prepared batch, policy and critic side by side."""
+        steps = [] if freeze_policy else [self.policy.train()]
+        return merge(await asyncio.gather(*steps, *([self.critic.train(returns)] if self.critic else [])))
+
+    @property
+    def trained(self) -> list[Ranks]:
+        """What a checkpoint holds."""
+        return [ranks for ranks in (self.policy, self.critic) if ranks]
+
+    async def save(self, tmp: Path, background: bool) -> None:
+        await asyncio.gather(*(ranks.save(tmp, background) for ranks in self.trained))
+
+    async def written(self, tmp: Path) -> None:
+        await asyncio.gather(*(ranks.written(tmp) for ranks in self.trained))
+
+    async def load(self, path: Path) -> None:
+        await asyncio.gather(*(ranks.load(path) for ranks in self.trained))
 
 
 def start_ray(config: RLConfig) -> None:
@@ -68,25 +109,33 @@ def start_ray(config: RLConfig) -> None:
     ray.init(include_dashboard=False, configure_logging=False, log_to_driver=True, runtime_env={"env_vars": variables})
 
 
-def policy_ranks(config: RLConfig, gpus: int) -> int:
-    """Policy ranks of a run on `gpus` GPUs (0: a CPU); unset means what the engines leave free, `eval_only` none.
+def model_ranks(config: RLConfig, gpus: int) -> dict[str, int]:
+    """Ranks of each model of a run on `gpus` GPUs (0: a CPU): of the policy, and of what its advantages need.
 
-    Raises `ResourceError` with the sum when more is asked for than there is.
+    Policy ranks that are not set are what the others leave free, none with `eval_only`. Colocated models have the
+    policy's. Raises `ResourceError` with the sum when more is asked for than there is.
     """
-    actor, engines = config.actor, config.vllm.num_engines * config.vllm.tensor_parallel_size
+    engines = config.vllm.num_engines * config.vllm.tensor_parallel_size
     if config.eval.eval_only:
-        ranks = 0
-    elif gpus == 0 or actor.num_gpus_per_node:
-        ranks = actor.num_nodes * (actor.num_gpus_per_node or 1)
+        return {"policy": 0}
+    asked = {"reference": config.ref} if config.algo.reads_reference_model else {}
+    if "values" in load_estimator(config.algo.advantage.estimator).needs:
+        asked["critic"] = config.critic
+    together = config.train.colocate_fsdp_models
+    others = {name: model.num_nodes * (model.num_gpus_per_node or 1) for name, model in asked.items()}
+    apart, actor = 0 if together else sum(others.values()), config.actor
+    if gpus == 0 or actor.num_gpus_per_node:
+        policy = actor.num_nodes * (actor.num_gpus_per_node or 1)
     else:
-        ranks = max(1, gpus - engines)
-    if gpus and ranks + engines > gpus:
+        policy = max(1, gpus - engines - apart)
+    if gpus and policy + apart + engines > gpus:
+        table = "".join(f" + {ranks} {name} ranks" for name, ranks in others.items() if not together)
         raise ResourceError(
-            f"GPUs asked for: {ranks} policy ranks (actor.num_nodes x actor.num_gpus_per_node) + {engines} for "
-            f"engines (vllm.num_engines x vllm.tensor_parallel_size) = {ranks + engines}; present: {gpus}. Ray "
-            "would wait for ever. Lower one of them."
+            f"GPUs asked for: {policy} policy ranks (actor.num_nodes x actor.num_gpus_per_node){table} + {engines} for "
+            f"engines (vllm.num_engines x vllm.tensor_parallel_size) = {policy + apart + engines}; present: {gpus}. "
+            "Ray would wait for ever. Lower one of them, or pass --train.colocate_fsdp_models."
         )
-    return ranks
+    return {"policy": policy} | (dict.fromkeys(others, policy) if together else others)
 
 
 def engine_dtype(config: RLConfig) -> torch.dtype:
@@ -118,31 +167,38 @@ def runner_settings(config: RLConfig) -> RunnerSettings:
     return RunnerSettings(agent_path, config.actor.model_name_or_path, config.data, config.rollout, config.train.seed)
 
 
-def policy_settings(config: RLConfig, total_optimizer_steps: int) -> PolicySettings:
-    return PolicySettings(
-        actor=config.actor,
-        fsdp=config.fsdp,
-        advantage=config.algo.advantage,
+def model_settings(config: RLConfig, total_steps: int) -> dict[str, tuple[Callable[..., Any], Any]]:
+    """By model, its class and what its ranks need to know. total_steps: training batches of the whole run."""
+    steps = math.ceil(config.rollouts_per_batch / config.rollouts_per_step)  # of one pass over one batch
+    actor, fsdp, max_len = config.actor, config.fsdp, config.data.max_len
+    policy = PolicySettings(
+        actor=actor,
+        fsdp=fsdp,
+        algo=config.algo,
         train=config.train,
         temperature=config.rollout.temperature,
-        max_len=config.data.max_len,
-        total_steps=total_optimizer_steps,
+        max_len=max_len,
+        total_steps=max(1, total_steps - actor.freezing_steps) * steps * config.train.max_epochs,
         engine_dtype=engine_dtype(config),
     )
+    path = actor.model_name_or_path
+    reference = ReferenceSettings(config.ref.model_name_or_path or path, fsdp, config.rollout.temperature, max_len)
+    critic = replace(config.critic, model_name_or_path=config.critic.model_name_or_path or path)
+    values = CriticSettings(critic, fsdp, config.train.seed, max_len, total_steps * steps * critic.max_epochs)
+    return {"policy": (Policy, policy), "reference": (Reference, reference), "critic": (Critic, values)}
 
 
-async def start(config: RLConfig, total_optimizer_steps: int, engine_worker: Any = RolloutEngineWorker) -> Cluster:
+async def start(config: RLConfig, total_steps: int, engine_worker: Any = RolloutEngineWorker) -> Cluster:
     """Start all processes side by side; return when every one has loaded its model.
 
-    engine_worker: the Ray actor class of an `Engine`; the tests have one without vLLM.
-    Raises `ResourceError` when they are not up within `START_TIMEOUT_S`.
+    total_steps: training batches of the whole run. engine_worker: the Ray actor class of an `Engine`; the tests have
+    one without vLLM. Raises `ResourceError` when they are not up within `START_TIMEOUT_S`.
     """
     device = resolve_device(config.fsdp.device)
     gpus = 0 if device.type == "cpu" else int(ray.cluster_resources().get("GPU", 0))
-    ranks, tensor_parallel = policy_ranks(config, gpus), config.vllm.tensor_parallel_size
+    tensor_parallel = config.vllm.tensor_parallel_size
     engine, engine_actor = engine_settings(config), engine_worker.options(num_cpus=0, num_gpus=gpus and tensor_parallel)
     engines = [engine_actor.remote(engine) for _ in range(config.vllm.num_engines)]
-    workers = [PolicyWorker.options(num_cpus=0, num_gpus=1 if gpus else 0).remote() for _ in range(ranks)]
     runner = runner_settings(config)
     attempts = config.rollout.max_retries + 1
     runners = RunnerPool(
@@ -153,11 +209,15 @@ async def start(config: RLConfig, total_optimizer_steps: int, engine_worker: Any
     )
     # A publication lets running requests finish; the driver waits a little longer than the rank, which knows more.
     engine_s = CALL_TIMEOUT_S + config.rollout.timeout_s
+    models = _place(
+        model_ranks(config, gpus), gpus, together=config.train.colocate_fsdp_models, timeout_s=engine_s + GRACE_S
+    )
+    settings, workers = model_settings(config, total_steps), models["policy"].workers
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
             await asyncio.gather(
                 *(engine.start.remote() for engine in engines),
-                _start_ranks(workers, policy_settings(config, total_optimizer_steps)),
+                *(ranks.start(*settings[name]) for name, ranks in models.items()),
                 runners.ready(),
             )
             transfer = (engines, engine.weight_transfer, len(engines) * tensor_parallel, engine_s)
@@ -168,15 +228,31 @@ async def start(config: RLConfig, total_optimizer_steps: int, engine_worker: Any
             "resources that are not there, and at the output above for a model that does not load."
         ) from None
     return Cluster(
-        EngineGroup(engines, timeout_s=engine_s), PolicyRanks(workers, timeout_s=engine_s + GRACE_S), runners
+        EngineGroup(engines, timeout_s=engine_s),
+        models["policy"],
+        models.get("reference"),
+        models.get("critic"),
+        runners,
     )
 
 
-async def _start_ranks(workers: list[Any], settings: PolicySettings) -> None:
-    """Every rank joins the process group at the first one's address and loads its shard."""
-    if workers:
-        address, port = await workers[0].address.remote()
-        # Ray shows each actor only its own GPU, so every rank is local rank 0.
-        await asyncio.gather(
-            *(w.start.remote(settings, rank, len(workers), address, port, 0) for rank, w in enumerate(workers))
-        )
+RANKS = {
+    "policy": (PolicyRanks, PolicyWorker),
+    "reference": (Ranks, ReferenceWorker),
+    "critic": (CriticRanks, CriticWorker),
+}
+
+
+def _place(counts: dict[str, int], gpus: int, *, together: bool, timeout_s: float) -> dict[str, Any]:
+    """The ranks of each model, a GPU each; `together`, rank r of every model has a share of GPU r."""
+    options: list[dict[str, Any]] = [{"num_gpus": 1 if gpus else 0}] * max(counts.values())
+    if gpus and together:  # not run: there was no machine with GPUs
+        bundles = placement_group([{"GPU": 1}] * counts["policy"])
+        places = [PlacementGroupSchedulingStrategy(bundles, index) for index in range(counts["policy"])]
+        options = [{"num_gpus": 1 / len(counts), "scheduling_strategy": place} for place in places]
+    made = {}
+    for name, count in counts.items():
+        ranks, worker = RANKS[name]
+        workers = [worker.options(num_cpus=0, **options[index]).remote() for index in range(count)]
+        made[name] = ranks(workers, name=name, timeout_s=timeout_s)
+    return made

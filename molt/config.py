@@ -123,11 +123,57 @@ class ActorConfig(OptimizerConfig, ModelConfig, prefix="actor."):
             "Use two positive numbers, the first below 1, such as 0.2 0.2",
         ),
     ] = (0.2, 0.2)
-    """The ppo ratio is clipped to [1 - low, 1 + high]."""
+    """The ratio is clipped to [1 - low, 1 + high] (ppo, gspo). cispo: high is the ceiling itself, low is unused."""
+    dual_clip: Annotated[
+        float | None,
+        Range(lambda c: c > 1, "tokens of a negative advantage would lose their gradient at once", "Use 3.0, or unset"),
+    ] = None
+    """ppo: with A < 0 the loss of a token is at most this times |A|. Unset: not bounded."""
+    loss_mode: Literal["ppo", "gspo", "cispo"] = "ppo"
+    """The policy loss; see docs/algorithms.md. `algo.loss` names your own."""
+    loss_agg_mode: Literal[
+        "token-mean", "seq-mean-token-mean", "prompt-mean-token-mean", "seq-mean-token-sum-norm"
+    ] = "token-mean"
+    """The weight of a token in the loss."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus; negative values punish entropy."""
+    aux_loss_coef: Annotated[float, at_least(0, "it would unbalance the experts")] = 0.0
+    """Weight of the load-balance loss of a mixture of experts."""
+    freezing_steps: Annotated[int, at_least(0, "no step comes before the first")] = 0
+    """Training batches at the start in which the critic alone is trained (gae)."""
     num_nodes: Annotated[int, at_least(1, "nothing would train")] = 1
     """Nodes that hold policy ranks."""
     num_gpus_per_node: Annotated[int | None, at_least(1, "nothing would train")] = None
     """Policy ranks per node; unset: what the engines leave free, 1 on a CPU."""
+
+
+@dataclass(frozen=True)
+class RefConfig(Section, prefix="ref."):
+    """The frozen model of a KL, or the teacher of on_policy_distill."""
+
+    model_name_or_path: str = ""
+    """Hugging Face model directory or hub name. Unset: the actor's."""
+    num_nodes: Annotated[int, at_least(1, "nothing would score")] = 1
+    """Nodes that hold reference ranks."""
+    num_gpus_per_node: Annotated[int | None, at_least(1, "nothing would score")] = None
+    """Reference ranks per node; unset: 1."""
+
+
+@dataclass(frozen=True)
+class CriticConfig(OptimizerConfig, ModelConfig, prefix="critic."):
+    """The value model of gae."""
+
+    model_name_or_path: str = ""
+    """Hugging Face model directory or hub name. Unset: the actor's."""
+    adam: AdamConfig = field(default_factory=lambda: AdamConfig(lr=5e-6))
+    value_clip: Annotated[float, above_zero("no value could move")] = 0.2
+    """A value may move so far from what it was when the batch was scored."""
+    max_epochs: Annotated[int, at_least(1, "nothing would be trained")] = 1
+    """Passes of the critic over each training batch."""
+    num_nodes: Annotated[int, at_least(1, "nothing would train")] = 1
+    """Nodes that hold critic ranks."""
+    num_gpus_per_node: Annotated[int | None, at_least(1, "nothing would train")] = None
+    """Critic ranks per node; unset: 1."""
 
 
 @dataclass(frozen=True)
@@ -237,12 +283,15 @@ class PromptDataConfig(Section, prefix="data."):
 class AdvantageConfig(Section, prefix="algo.advantage."):
     """How rewards become advantages."""
 
-    estimator: Literal["reinforce", "reinforce_baseline", "rloo", "grpo", "dr_grpo"] = "reinforce"
-    """See docs/algorithms.md."""
+    estimator: str = "reinforce"
+    """reinforce, reinforce_baseline, rloo, grpo, dr_grpo, flash_reinforce, gae, on_policy_distill, or
+    FILE.py:function. See docs/algorithms.md."""
     gamma: Annotated[
         float, share("a discount outside (0, 1] diverges or erases the reward", "Use 1.0 unless you mean to discount")
     ] = 1.0
-    """Discount per generated token (reinforce)."""
+    """Discount per generated token (reinforce, gae)."""
+    lam: Annotated[float, fraction("the advantages after a token")] = 1.0
+    """How far gae looks: 1 to the end of the segment, 0 to the next value."""
     no_whiten: bool = False
     """Do not whiten the estimators that are whitened by default."""
     is_correction_level: Literal["off", "token", "seq", "geo"] = "token"
@@ -251,26 +300,72 @@ class AdvantageConfig(Section, prefix="algo.advantage."):
     is_correction_mode: Literal["mask", "clip", "trunc"] = "mask"
     """mask: outside the band drops out; clip: clamped to the band; trunc: only the upper bound."""
     is_correction_threshold: Annotated[
-        tuple[float, float],
-        ascending(0, "the band is empty and would filter every token", "Use 0 <= LOW < HIGH, such as 0.5 5.0"),
+        tuple[float, ...],
+        Range(
+            lambda band: len(band) in (1, 2) and 0 <= (0, *band)[-2] < band[-1],
+            "the band is empty and would filter every token",
+            "Use LOW HIGH with 0 <= LOW < HIGH, such as 0.5 5.0, or HIGH alone",
+        ),
     ] = (0.5, 5.0)
-    """The band LOW HIGH of the importance ratio."""
+    """The band LOW HIGH of the statistic, or HIGH alone."""
+    is_correction_gating: Literal["ratio", "binary_kl", "tv"] = "ratio"
+    """The statistic that mode mask compares with the band: the ratio, or the divergence of the two probabilities of the
+    sampled token, as a Bernoulli KL (binary_kl) or their difference (tv)."""
+
+    @property
+    def band(self) -> tuple[float, float]:
+        """(LOW, HIGH) of the importance correction."""
+        return (0.0, *self.is_correction_threshold)[-2:]
 
 
 @dataclass(frozen=True)
-class KlConfig:
+class KlConfig(Section, prefix="algo.kl."):
     """The KL to a reference."""
 
-    init_coef: float = 0.0
-    """Coefficient of the KL to the reference; only 0 so far."""
+    init_coef: Annotated[float | None, at_least(0, "it would push the policy away from its reference")] = None
+    """Coefficient of the KL; 0: no reference is loaded. Unset: 0, for on_policy_distill 1."""
+    estimator: Literal["k1", "k2", "k3"] = "k1"
+    """With d = log policy - log reference: k1 d; k2 d²/2; k3 exp(-d) - 1 + d."""
+    use_loss: bool = False
+    """The KL is part of the loss instead of the reward."""
+    ref: Literal["model", "rollout"] = "model"
+    """A frozen model (`ref.model_name_or_path`), or the policy as it was when it sampled the tokens."""
+    target: Annotated[float | None, above_zero("no KL could be held there")] = None
+    """Adapt the coefficient so that the KL comes near this. Unset: it stays."""
+    horizon: Annotated[int, at_least(1, "it is a number of rollouts")] = 10000
+    """Rollouts over which the coefficient adapts."""
 
 
 @dataclass(frozen=True)
-class AlgoConfig:
+class AlgoConfig(Section, prefix="algo."):
     """The algorithm."""
 
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     kl: KlConfig = field(default_factory=KlConfig)
+    dynamic_filtering_enable: bool = False
+    """Discard groups whose mean score is outside `dynamic_filtering_range`, and start others in their place."""
+    dynamic_filtering_range: Annotated[
+        tuple[float, float],
+        ascending(-inf, "every group would be discarded", "Use LOW HIGH with LOW < HIGH, such as 0 1"),
+    ] = (0.0, 1.0)
+    """LOW HIGH; a group is kept when LOW < its mean score < HIGH."""
+    loss: str | None = None
+    """FILE.py:function, a policy loss of your own. Unset: `actor.loss_mode`."""
+
+    @property
+    def kl_coef(self) -> float:
+        """The coefficient of the KL before anything adapts it."""
+        if self.kl.init_coef is not None:
+            return self.kl.init_coef
+        return 1.0 if self.advantage.estimator == "on_policy_distill" else 0.0
+
+    @property
+    def kl_in_reward(self) -> bool:
+        return self.kl_coef > 0 and not self.kl.use_loss
+
+    @property
+    def reads_reference_model(self) -> bool:
+        return self.kl_coef > 0 and self.kl.ref == "model"
 
 
 @dataclass(frozen=True)
@@ -282,6 +377,15 @@ class RewardConfig(Section, prefix="reward."):
         ascending(-inf, "every reward would become the same number", "Use LOW HIGH with LOW < HIGH, such as -10 10"),
     ] = (-10.0, 10.0)
     """Rewards are clipped to this range before advantages are computed."""
+    overlong_buffer_len: Annotated[int | None, at_least(1, "it is a number of tokens")] = None
+    """The last tokens of the context, in which a penalty grows from 0 to `overlong_penalty_factor`. Unset: none."""
+    overlong_penalty_factor: Annotated[float, at_least(0, "long answers would be rewarded")] = 1.0
+    """The penalty of a rollout that fills the context."""
+    stop_properly_penalty_coef: Annotated[
+        float | None,
+        Range(lambda c: c <= 1, "a cut answer would earn more than a whole one", "Use a value in [0, 1], or below 0"),
+    ] = None
+    """A truncated rollout gets its reward times this, or, where this is below 0, this. Unset: its reward."""
 
 
 @dataclass(frozen=True)
@@ -351,6 +455,8 @@ class TrainConfig(Section, prefix="train."):
     """No token is trained more than this many batches after its weights. Unset: async_queue_size."""
     parity_bound: Annotated[float | None, above_zero("no two programs agree that well, so the run would stop")] = None
     """Largest log-prob difference of trainer and engine on the probe. Unset: fp32 1e-3 (max), else 0.05 (mean)."""
+    colocate_fsdp_models: bool = False
+    """Policy, reference and critic share their GPUs instead of having their own."""
 
     @property
     def staleness_bound(self) -> int:
@@ -411,6 +517,8 @@ class RLConfig:
     """`molt rl`: asynchronous reinforcement learning."""
 
     actor: ActorConfig = field(default_factory=ActorConfig)
+    ref: RefConfig = field(default_factory=RefConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
     data: PromptDataConfig = field(default_factory=PromptDataConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)

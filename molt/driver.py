@@ -16,8 +16,6 @@ import ray
 from ray.exceptions import RayTaskError
 
 from molt import cluster
-from molt.algo.advantage import ADVANTAGES
-from molt.algo.importance import FORMULAS
 from molt.chat.render import Renderer, load_renderer
 from molt.cli.args import dump
 from molt.config import RLConfig
@@ -28,6 +26,7 @@ from molt.errors import MoltError
 from molt.loop import Run, evaluate_now, publish, train
 from molt.publish.publication import Publisher
 from molt.records import Records, refuse_other_run
+from molt.report.header import header
 from molt.report.metrics import values
 from molt.report.sinks import RunLog
 from molt.rollout.engine_worker import RolloutEngineWorker, Sampling
@@ -83,7 +82,6 @@ async def drive(config: RLConfig, engine_worker: Any = RolloutEngineWorker) -> N
     """The driver of one run, inside a Ray session."""
     stream = _prompt_stream(config)
     total_steps = min(config.train.max_steps or sys.maxsize, math.ceil(len(stream) / config.rollout.batch_size))
-    steps_per_batch = math.ceil(config.rollouts_per_batch / config.rollouts_per_step) * config.train.max_epochs
     renderer = load_renderer(
         config.actor.model_name_or_path, config.data.chat_template, apply_chat_template=config.data.apply_chat_template
     )
@@ -92,15 +90,18 @@ async def drive(config: RLConfig, engine_worker: Any = RolloutEngineWorker) -> N
         refuse_other_run(checkpoint, config, stream)
     # Without a checkpoint, whatever an earlier attempt logged is not of this run's lineage either.
     resume_step = checkpoint_step(checkpoint) if checkpoint else -1 if config.ckpt.load_enable else None
-    with RunLog(config.ckpt.run_dir, config.logger, header(config, total_steps), total_steps, resume_step) as log:
+    said = header(config, total_steps)
+    with RunLog(config.ckpt.run_dir, config.logger, said, total_steps, resume_step) as log:
+        (config.ckpt.run_dir / "header.txt").write_text(said)
         (config.ckpt.run_dir / "config.toml").write_text(dump(config))
-        processes = await cluster.start(config, total_steps * steps_per_batch, engine_worker)
+        processes = await cluster.start(config, total_steps, engine_worker)
         producer = Producer(
             stream,
             processes.runners,
             config.rollout,
             queue=config.train.async_queue_size,
             max_staleness=config.train.staleness_bound,
+            keep=config.algo.dynamic_filtering_range if config.algo.dynamic_filtering_enable else None,
             on_event=log.event,
         )
         run = Run(
@@ -111,6 +112,7 @@ async def drive(config: RLConfig, engine_worker: Any = RolloutEngineWorker) -> N
             Records(config, log, renderer),
             _evaluation_prompts(config),
             total_steps,
+            kl_coef=config.algo.kl_coef,
         )
         if checkpoint:
             await run.records.restore(run, checkpoint)
@@ -140,7 +142,13 @@ async def _whole(run: Run) -> None:
     if run.step >= run.total_steps or run.producer.done:
         print(f"step {run.step}: nothing is left to train. Raise --train.num_episodes or --train.max_steps to go on.")
     await train(run)
-    stopped = run.producer.stopping
+    stopped, producer = run.producer.stopping, run.producer
+    if producer.filtered and not stopped and run.step < run.total_steps:
+        print(
+            f"step {run.step} of {run.total_steps}: {producer.filtered} of {producer.judged} groups were filtered, and no "
+            "prompt is left. Widen --algo.dynamic_filtering_range, or raise --train.num_episodes to go on.",
+            file=sys.stderr,
+        )
     if not stopped:
         await evaluate_now(run)
     if stopped or not config.ckpt.disable_final_save:
@@ -205,28 +213,6 @@ def _probe_prompts(config: RLConfig, stream: PromptStream, renderer: Renderer) -
         except UnusableRow:
             continue
     return prompts
-
-
-def header(config: RLConfig, total_steps: int) -> str:
-    """What the run does, in words and in one formula."""
-    advantage, low_high = config.algo.advantage, config.actor.eps_clip_low_high
-    estimator = ADVANTAGES[advantage.estimator]
-    correction = "c = 1 (no importance correction)"
-    if advantage.is_correction_level != "off":
-        low, high = advantage.is_correction_threshold
-        formula = FORMULAS[advantage.is_correction_level].format(mode=advantage.is_correction_mode, low=low, high=high)
-        correction = f"c = {formula}, w = exp(old - rollout)"
-    whitened = " whitened over the batch" if estimator.whiten and not advantage.no_whiten else ""
-    lines = [
-        f"molt rl  {config.actor.model_name_or_path}  agent {config.train.agent_path}",
-        f"  {total_steps} steps of {config.rollout.batch_size} x {config.rollout.n_samples_per_prompt} rollouts, "
-        f"no token older than {config.train.staleness_bound} batches",
-        f"  A = {estimator.formula}{whitened}    [{advantage.estimator}]",
-        f"  loss = sum_t 1/N * -min(r A, clip(r, {1 - low_high[0]:g}, {1 + low_high[1]:g}) A) * c    {correction}",
-    ]
-    if config.rollouts_per_step == config.rollouts_per_batch and config.train.max_epochs == 1:
-        lines.append("  one optimizer step per batch: r = 1, so the clip has no effect; c is the trust region")
-    return "\n".join([*lines, f"  output {config.ckpt.output_dir}"])
 
 
 def _stop_on_signals(producer: Producer) -> None:

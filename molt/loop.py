@@ -13,14 +13,18 @@ batch, so the version being trained is the number of batches trained.
 import asyncio
 import time
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from molt.algo.advantage import ADVANTAGES
-from molt.batch.plan import advantages, plan_batch
+from molt.algo.kl import adapt
+from molt.algo.plugin import load_estimator
+from molt.batch.plan import advantages, plan_batch, shaped_rewards
 from molt.cluster import Cluster
 from molt.config import RLConfig
 from molt.errors import FailureRateError, StalledError
 from molt.publish.publication import Publisher
 from molt.records import Records
+from molt.report.metrics import merge
 from molt.rollout.evaluate import evaluate
 from molt.rollout.producer import Producer
 from molt.types import Metric, Prompt
@@ -41,6 +45,8 @@ class Run:
     """Training batches trained = the version that is published."""
     evaluated: int | None = None
     """The version that was evaluated last."""
+    kl_coef: float = 0.0
+    """The coefficient of the KL; `algo.kl.target` adapts it."""
 
 
 async def train(run: Run) -> None:
@@ -62,7 +68,7 @@ async def train(run: Run) -> None:
 async def learn(run: Run) -> None:
     """The learner."""
     config, cluster = run.config, run.cluster
-    estimator = ADVANTAGES[config.algo.advantage.estimator]
+    estimator = load_estimator(config.algo.advantage.estimator)
     while run.step < run.total_steps:
         clock = Clock()
 
@@ -72,22 +78,19 @@ async def learn(run: Run) -> None:
             break
         clock.lap("wait_s")
 
-        # reward → advantage → batch
-        rollouts = [group.rollouts for group in groups]
-        rewards, group_advantages = advantages(rollouts, estimator, config.reward.clip_range)
-        plans = plan_batch(
-            rollouts,
-            rewards=rewards,
-            group_advantages=group_advantages,
-            groups_per_step=config.rollouts_per_step // config.rollout.n_samples_per_prompt,
-            micro_batch_size=config.train.micro_batch_size,
-            ranks=len(cluster.policy.workers),
-            max_tokens=config.train.max_tokens_per_gpu if config.train.dynamic_batch_enable else None,
-            packed=config.fsdp.packing_samples,
-        )
+        # reward → advantage
+        rollouts, samples = [group.rollouts for group in groups], [group.samples for group in groups]
+        rewards = shaped_rewards(rollouts, config.reward, config.data.max_len)
+        group_advantages = advantages(rollouts, rewards, estimator)
+
+        # advantage → batch: values and reference log-probs only if the advantages need them
+        plans = partial(plan_batch, rollouts, rewards=rewards, group_advantages=group_advantages, **_layout(config))
+        scores = await cluster.score(plans, samples)
+        plan = plans(ranks=len(cluster.policy.workers), aggregation=config.actor.loss_agg_mode)
+        prepared, returns = await cluster.policy.prepare(plan, samples, scores, run.step, run.kl_coef)
 
         # batch → loss → step
-        trained = await cluster.policy.train(plans, [group.samples for group in groups], run.step)
+        trained = await cluster.train(returns, freeze_policy=run.step < config.actor.freezing_steps)
         clock.lap("train_s")
 
         # step → publish
@@ -96,11 +99,37 @@ async def learn(run: Run) -> None:
         run.producer.close(groups, run.step)
         clock.lap("publish_s")
 
-        await run.records.step(run, groups, group_advantages, [trained, proof, clock.metrics()])
+        learned = [prepared, trained, _shaped(rewards)]
+        learned.append(_adapt_kl(run, merge(learned)))
+        await run.records.step(run, groups, group_advantages, [*learned, proof, clock.metrics()])
         if run.step == run.total_steps or (config.eval.steps > 0 and run.step % config.eval.steps == 0):
             await evaluate_now(run)
         if config.ckpt.save_steps > 0 and run.step % config.ckpt.save_steps == 0:
             await run.records.save(run)
+
+
+def _layout(config: RLConfig) -> dict[str, Any]:
+    """How a training batch is split into steps and micro-batches, for every model alike."""
+    return {
+        "groups_per_step": config.rollouts_per_step // config.rollout.n_samples_per_prompt,
+        "micro_batch_size": config.train.micro_batch_size,
+        "max_tokens": config.train.max_tokens_per_gpu if config.train.dynamic_batch_enable else None,
+        "packed": config.fsdp.packing_samples,
+        "max_len": config.data.max_len,
+    }
+
+
+def _shaped(rewards: list[list[float]]) -> dict[str, Metric]:
+    return {"rollout/shaped_reward": Metric(sum(map(sum, rewards)), sum(map(len, rewards)))}
+
+
+def _adapt_kl(run: Run, measured: dict[str, Metric]) -> dict[str, Metric]:
+    """The coefficient of this batch; that of the next one is nearer to what `algo.kl.target` wants."""
+    kl, used, found = run.config.algo.kl, run.kl_coef, measured.get("train/kl")
+    if used and kl.target and found:
+        rollouts = int(measured["rollout/shaped_reward"].count)
+        run.kl_coef = adapt(used, found.total / found.count, target=kl.target, horizon=kl.horizon, rollouts=rollouts)
+    return {"train/kl_coef": Metric(used)} if used else {}
 
 
 async def publish(run: Run) -> dict[str, Metric]:

@@ -77,6 +77,9 @@ class Records:
                 break
             rows += _rows(group, of_rollouts, await group.samples, run.step)
         kept = rows[: limit if limit >= 0 else None]
+        if len(groups) < self.config.rollout.batch_size:
+            self.event("small_batch", step=run.step, groups=len(groups))
+            print(f"step {run.step}: no prompt is left, so the batch has only {len(groups)} groups", file=sys.stderr)
         await asyncio.to_thread(write_rollouts, self.log.run_dir, run.step, kept, self.renderer.tokenizer.decode)
         try:
             self.check_filtered(run.step, metrics)
@@ -96,7 +99,7 @@ class Records:
             self.filtered_steps = 0
             return
         self.filtered_steps += 1
-        low, high = advantage.is_correction_threshold
+        low, high = advantage.band
         shown = [name for name in sorted(metrics) if name.startswith(("ratio/", "mismatch/"))]
         table = "\n".join(f"  {name} {metrics[name]:.4g}" for name in shown)
         message = (
@@ -123,10 +126,11 @@ class Records:
         await self.settle()
         finished = run.producer.finished_groups()
         state = {"step": run.step, "total_steps": run.total_steps, "evaluated": run.evaluated, "best": self.best}
+        state |= {"kl_coef": run.kl_coef}
         state |= {"ledger": run.producer.ledger(), "data": identity(self.config, run.producer.stream)}
         aside = begin(self.folder, run.step)
         with removing(aside):
-            await run.cluster.policy.save(aside, ckpt.async_save)
+            await run.cluster.save(aside, ckpt.async_save)
             if ckpt.save_hf:
                 await self.export(run, aside / "hf")
         self.saved = moment
@@ -143,7 +147,7 @@ class Records:
     async def _write(self, run: "Run", aside: Path, state: dict[str, Any], finished: list[Group]) -> None:
         """Everything of a checkpoint that can wait; `state` and `finished` are of the moment it was begun."""
         with removing(aside):
-            await run.cluster.policy.written(aside)
+            await run.cluster.written(aside)
             samples = [await group.samples for group in finished]
             path = await asyncio.to_thread(self._commit, aside, state, finished, samples)
         self.event("checkpoint", step=state["step"], path=str(path), buffered=len(finished))
@@ -220,7 +224,7 @@ class Records:
         """Continue where `path` was saved."""
         state = json.loads((path / "loop.json").read_text())
         await self.follow(run, state["best"])
-        await run.cluster.policy.load(path)
+        await run.cluster.load(path)
         stream = run.producer.stream
         groups, samples = load_buffer(path, lambda epoch, position: stream[stream.index(epoch, position)])
         for group, heavy in zip(groups, samples, strict=True):
@@ -231,6 +235,8 @@ class Records:
                 f"{run.total_steps}, not {state['total_steps']} as before: the rate jumps here.",
                 file=sys.stderr,
             )
+        if self.config.algo.kl.target:
+            run.kl_coef = state["kl_coef"]
         run.step, run.evaluated = self.saved = state["step"], state["evaluated"]
         run.producer.restore(state["ledger"], groups, run.step)
 

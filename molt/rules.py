@@ -1,5 +1,8 @@
 """Rules across the settings of RL: one small function each, `(config) -> message or None`.
 
+Those of `ESTIMATOR_RULES` and `ESTIMATOR_WARNINGS` are given the estimator too, an `Estimator` of `algo/advantage.py`:
+what it reads decides, not its name, so that they hold for a user's as well.
+
 Ranges of a single setting are checked beside it in `config.py`; what needs files, models or the machine
 is in `cli/check.py`.
 """
@@ -9,19 +12,28 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
-from molt.config import RLConfig, TrainConfig
+from molt.config import CriticConfig, KlConfig, RefConfig, RewardConfig, RLConfig, Section, TrainConfig
 
 Message = str | None
 EVALUATED = re.compile(r"eval/.+/(pass\d+|pass1_low|pass1_high|response_length|truncated)")
 """What an evaluation measures."""
 NEED_A_GROUP = ("reinforce_baseline", "rloo", "grpo", "dr_grpo")
-"""Estimators whose baseline is the other rollouts of the prompt."""
+"""Estimators whose baseline is the other rollouts of the prompt. That of flash_reinforce is the whole batch."""
 
 
 def message(c: Any, names: str, consequence: str, fix: str) -> str:
     """The values of the (space-separated) settings, the consequence, the fix."""
     first, *others = (f"`{name}` (={attrgetter(name)(c)})" for name in names.split())
-    return f"{first} with {' and '.join(others)}: {consequence}. {fix}."
+    return f"{first}{' with ' * bool(others)}{' and '.join(others)}: {consequence}. {fix}."
+
+
+def first_change(section: Section, default: Section) -> str:
+    """The first setting of `section` that is not its default, dotted if it is in a section of its own; or ""."""
+    for name, value in vars(section).items():
+        usual = getattr(default, name)
+        if value != usual:
+            return f"{name}.{first_change(value, usual)}" if isinstance(value, Section) else name
+    return ""
 
 
 def comma_list(text: str) -> list[str]:
@@ -82,16 +94,113 @@ def tools_need_a_template(c: RLConfig) -> Message:
 
 
 def baseline_needs_a_group(c: RLConfig) -> Message:
-    if c.rollout.n_samples_per_prompt == 1 and c.algo.advantage.estimator in NEED_A_GROUP:
-        consequence = "a group of one has no baseline, so every advantage would be 0"
+    alone = (*NEED_A_GROUP, *["flash_reinforce"] * (c.rollout.batch_size == 1))
+    if c.rollout.n_samples_per_prompt == 1 and c.algo.advantage.estimator in alone:
+        consequence = "a rollout alone has no baseline, so every advantage would be 0"
         fix = "Use --rollout.n_samples_per_prompt 8, or --algo.advantage.estimator reinforce"
         return message(c, "rollout.n_samples_per_prompt algo.advantage.estimator", consequence, fix)
 
 
-def no_kl_yet(c: RLConfig) -> Message:
-    if c.algo.kl.init_coef != 0:
-        consequence = "no reference model is built yet, so no KL would be computed"
-        return f"`algo.kl.init_coef` (={c.algo.kl.init_coef}): {consequence}. Use --algo.kl.init_coef 0."
+def filter_needs_a_group(c: RLConfig) -> Message:
+    if c.algo.dynamic_filtering_enable and c.rollout.n_samples_per_prompt == 1:
+        consequence = "the mean of one score is that score, so every right and every wrong answer would be discarded"
+        fix = "Use --rollout.n_samples_per_prompt 8, or drop --algo.dynamic_filtering_enable"
+        return message(c, "algo.dynamic_filtering_enable rollout.n_samples_per_prompt", consequence, fix)
+
+
+def kl_reaches_the_advantage(c: RLConfig, estimator: Any) -> Message:
+    if c.algo.kl_in_reward and estimator.level == "group":
+        consequence = "the KL of a token is no reward of its rollout, so this estimator would never read it"
+        fix = "Use --algo.kl.use_loss --algo.kl.estimator k3, or --algo.advantage.estimator reinforce"
+        return message(c, "algo.kl.init_coef algo.advantage.estimator algo.kl.use_loss", consequence, fix)
+
+
+def reference_reaches_the_advantage(c: RLConfig, estimator: Any) -> Message:
+    if "ref_logprobs" in estimator.needs and not c.algo.kl_in_reward:
+        fix = "Use --algo.kl.init_coef 1, and not --algo.kl.use_loss"
+        names = "algo.advantage.estimator algo.kl.init_coef algo.kl.use_loss"
+        return message(c, names, "the KL that it learns from would be 0 for it", fix)
+
+
+def distillation_needs_a_teacher(c: RLConfig) -> Message:
+    if c.algo.advantage.estimator != "on_policy_distill":
+        return None
+    if c.ref.model_name_or_path in ("", c.actor.model_name_or_path):
+        consequence = "the student would be its own teacher, so there would be nothing to learn"
+        fix = "Pass --ref.model_name_or_path DIR"
+        return message(c, "ref.model_name_or_path algo.advantage.estimator", consequence, fix)
+    for name, wanted in (("algo.kl.ref", "model"), ("algo.kl.estimator", "k1")):
+        if attrgetter(name)(c) != wanted:
+            consequence = "the advantage is log teacher - log student, and nothing else leads to the teacher"
+            return message(c, f"{name} algo.advantage.estimator", consequence, f"Use --{name} {wanted}")
+
+
+def kl_loss_has_a_gradient(c: RLConfig) -> Message:
+    if c.algo.kl.use_loss and c.algo.kl.estimator == "k1":
+        consequence = "the gradient of k1 is 0 on average, so the loss would not hold the policy"
+        fix = "Use --algo.kl.estimator k2 or --algo.kl.estimator k3, or drop --algo.kl.use_loss"
+        return message(c, "algo.kl.use_loss algo.kl.estimator", consequence, fix)
+
+
+def coefficient_can_adapt(c: RLConfig) -> Message:
+    if c.algo.kl.target is not None and c.algo.kl_coef == 0:
+        fix = "Use --algo.kl.init_coef 0.001, or drop --algo.kl.target"
+        return message(c, "algo.kl.target algo.kl.init_coef", "it is adapted by a factor, and 0 times it is 0", fix)
+
+
+def freezing_needs_a_critic(c: RLConfig, estimator: Any) -> Message:
+    if c.actor.freezing_steps > 0 and "values" not in estimator.needs:
+        fix = "Use --actor.freezing_steps 0, or --algo.advantage.estimator gae"
+        names = "actor.freezing_steps algo.advantage.estimator"
+        return message(c, names, "there is no critic, so these steps would train nothing", fix)
+
+
+def dual_clip_needs_ppo(c: RLConfig) -> Message:
+    if c.actor.dual_clip is not None and c.actor.loss_mode != "ppo":
+        fix = "Use --actor.loss_mode ppo, or drop --actor.dual_clip"
+        return message(c, "actor.dual_clip actor.loss_mode", "only ppo has that bound", fix)
+
+
+def cispo_has_a_ceiling(c: RLConfig) -> Message:
+    if c.actor.loss_mode == "cispo" and c.actor.eps_clip_low_high[1] < 1:
+        consequence = "its high is the ceiling of the ratio itself, and below 1 it would shrink even fresh tokens"
+        fix = "Use --actor.eps_clip_low_high 0.2 5"
+        return message(c, "actor.eps_clip_low_high actor.loss_mode", consequence, fix)
+
+
+def one_loss(c: RLConfig) -> Message:
+    if c.algo.loss and ":" not in c.algo.loss:
+        fix = "Use FILE.py:function, or --actor.loss_mode for one of molt's"
+        return message(c, "algo.loss", "it names no function of yours", fix)
+    if c.algo.loss and c.actor.loss_mode != "ppo":
+        fix = "Drop --actor.loss_mode, or --algo.loss"
+        return message(c, "algo.loss actor.loss_mode", "only one of the two losses would be used", fix)
+
+
+def divergence_gates_a_mask(c: RLConfig) -> Message:
+    advantage, prefix = c.algo.advantage, "algo.advantage.is_correction_"
+    if advantage.is_correction_gating == "ratio":
+        return None
+    if advantage.is_correction_mode != "mask" or advantage.is_correction_level not in ("token", "seq"):
+        fix = f"Use --{prefix}level token --{prefix}mode mask, or --{prefix}gating ratio"
+        names = " ".join(prefix + name for name in ("gating", "level", "mode"))
+        return message(c, names, "a divergence only says which tokens or samples drop out", fix)
+    if advantage.band[0] > 0:
+        consequence = "where trainer and engine agree the divergence is 0, so just those tokens would drop out"
+        return message(c, f"{prefix}gating {prefix}threshold", consequence, f"Use --{prefix}threshold 0 0.05")
+
+
+def one_length_penalty(c: RLConfig) -> Message:
+    if c.reward.overlong_buffer_len is not None and c.reward.stop_properly_penalty_coef is not None:
+        fix = "Drop --reward.overlong_buffer_len, or --reward.stop_properly_penalty_coef"
+        names = "reward.overlong_buffer_len reward.stop_properly_penalty_coef"
+        return message(c, names, "an answer that was cut would be punished twice", fix)
+
+
+def buffer_fits_the_context(c: RLConfig) -> Message:
+    if (c.reward.overlong_buffer_len or 0) >= c.data.max_len:
+        fix = f"Use --reward.overlong_buffer_len {max(1, c.data.max_len // 4)}, or raise --data.max_len"
+        return message(c, "reward.overlong_buffer_len data.max_len", "every answer would be too long", fix)
 
 
 def best_is_of_an_evaluation(c: RLConfig) -> Message:
@@ -111,12 +220,17 @@ def stale_tokens_need_correction(c: RLConfig) -> Message:
         return message(c, f"{name} algo.advantage.is_correction_level", consequence, fix)
 
 
-def correction_needs_the_whole_distribution(c: RLConfig) -> Message:
+def ratios_need_the_whole_distribution(c: RLConfig) -> Message:
     cut = ["rollout.top_p"] * (c.rollout.top_p < 1) + ["rollout.top_k"] * (c.rollout.top_k > 0)
-    if cut and c.algo.advantage.is_correction_level != "off":
+    to_rollout = c.algo.kl_coef > 0 and c.algo.kl.ref == "rollout"
+    off = {"algo.kl.ref": "model"} if to_rollout else {}
+    if c.algo.advantage.is_correction_level != "off":
+        off["algo.advantage.is_correction_level"] = "off"
+    if cut and off:
         consequence = "the engine renormalises what it samples from, the trainer does not: every ratio would be wrong"
-        fix = "Use --rollout.top_p 1 --rollout.top_k -1, or --algo.advantage.is_correction_level off"
-        return message(c, " ".join([*cut, "algo.advantage.is_correction_level"]), consequence, fix)
+        instead = " ".join(f"--{name} {value}" for name, value in off.items())
+        fix = f"Use --rollout.top_p 1 --rollout.top_k -1, or {instead}"
+        return message(c, " ".join([*cut, *off]), consequence, fix)
 
 
 def answer_fits_the_context(c: RLConfig) -> Message:
@@ -180,10 +294,19 @@ RULES: list[Rule] = [
     shares_mix_the_datasets,
     tools_need_a_template,
     baseline_needs_a_group,
-    no_kl_yet,
+    filter_needs_a_group,
+    distillation_needs_a_teacher,
+    kl_loss_has_a_gradient,
+    coefficient_can_adapt,
+    dual_clip_needs_ppo,
+    cispo_has_a_ceiling,
+    one_loss,
+    divergence_gates_a_mask,
+    one_length_penalty,
+    buffer_fits_the_context,
     best_is_of_an_evaluation,
     stale_tokens_need_correction,
-    correction_needs_the_whole_distribution,
+    ratios_need_the_whole_distribution,
     answer_fits_the_context,
     whole_samples_are_masked,
     on_policy_is_one_epoch,
@@ -191,6 +314,7 @@ RULES: list[Rule] = [
     staleness_covers_the_queue,
     transfer_fits_the_device,
 ]
+ESTIMATOR_RULES: list[Rule] = [kl_reaches_the_advantage, reference_reaches_the_advantage, freezing_needs_a_critic]
 
 
 EVAL_RULES: list[Rule] = [
@@ -204,9 +328,9 @@ EVAL_RULES: list[Rule] = [
 """What an evaluation without training (`eval.eval_only`) must keep."""
 
 
-def broken(rules: list[Rule], config: Any) -> list[str]:
-    """The messages of the rules that do not hold."""
-    return [text for rule in rules if (text := rule(config))]
+def broken(rules: list[Rule], *given: Any) -> list[str]:
+    """The messages of the rules that do not hold. given: the config, and for estimator rules the estimator."""
+    return [text for rule in rules if (text := rule(*given))]
 
 
 def warn_uncorrected(c: RLConfig) -> Message:
@@ -242,12 +366,57 @@ def warn_template_unused(c: RLConfig) -> Message:
         return message(c, "data.chat_template data.apply_chat_template", consequence, "Pass --data.apply_chat_template")
 
 
-def warn_gamma_unused(c: RLConfig) -> Message:
-    if c.algo.advantage.gamma < 1 and c.algo.advantage.estimator in NEED_A_GROUP:
-        fix = "Use --algo.advantage.gamma 1, or --algo.advantage.estimator reinforce"
-        return message(
-            c, "algo.advantage.gamma algo.advantage.estimator", "one number per rollout has no discount", fix
-        )
+def warn_discount_unused(c: RLConfig, estimator: Any) -> Message:
+    gamma, lam = estimator.level == "group", "values" not in estimator.needs
+    for name, unread, fix in (("gamma", gamma, "reinforce"), ("lam", lam, "gae")):
+        if unread and getattr(c.algo.advantage, name) < 1:
+            fix = f"Use --algo.advantage.{name} 1, or --algo.advantage.estimator {fix}"
+            names = f"algo.advantage.{name} algo.advantage.estimator"
+            return message(c, names, "this estimator has no such discount, and it is not read", fix)
+
+
+def warn_critic_unused(c: RLConfig, estimator: Any) -> Message:
+    name = first_change(c.critic, CriticConfig())
+    if name and "values" not in estimator.needs:
+        fix = f"Use --algo.advantage.estimator gae, or drop --critic.{name}"
+        return message(c, f"critic.{name} algo.advantage.estimator", "no critic is built", fix)
+
+
+def warn_reference_unused(c: RLConfig) -> Message:
+    name = first_change(c.ref, RefConfig())
+    if name and not c.algo.reads_reference_model:
+        fix = f"Use --algo.kl.init_coef 0.001 --algo.kl.ref model, or drop --ref.{name}"
+        return message(c, f"ref.{name} algo.kl.init_coef algo.kl.ref", "no reference model is built", fix)
+
+
+def warn_kl_unused(c: RLConfig) -> Message:
+    kl = c.algo.kl
+    name = first_change(kl, KlConfig(kl.init_coef, target=kl.target))
+    if name and c.algo.kl_coef == 0:
+        fix = f"Use --algo.kl.init_coef 0.001, or drop --algo.kl.{name}"
+        return message(c, f"algo.kl.{name} algo.kl.init_coef", "no KL is computed", fix)
+
+
+def warn_reward_kl(c: RLConfig) -> Message:
+    if c.algo.kl_in_reward and c.algo.kl.estimator != "k1":
+        consequence = "in the reward only k1 has the gradient of the KL"
+        fix = "Use --algo.kl.estimator k1, or --algo.kl.use_loss"
+        return message(c, "algo.kl.estimator algo.kl.use_loss", consequence, fix)
+
+
+def warn_gspo_never_clips(c: RLConfig) -> Message:
+    if c.actor.loss_mode == "gspo" and max(c.actor.eps_clip_low_high) > 0.05:
+        consequence = "the mean over a sample hardly leaves 1, so nothing would be clipped"
+        fix = "Use --actor.eps_clip_low_high 3e-4 4e-4"
+        return message(c, "actor.eps_clip_low_high actor.loss_mode", consequence, fix)
+
+
+def warn_penalty_unused(c: RLConfig) -> Message:
+    changed = c.reward.overlong_penalty_factor != RewardConfig.overlong_penalty_factor
+    if changed and c.reward.overlong_buffer_len is None:
+        names = "reward.overlong_penalty_factor reward.overlong_buffer_len"
+        fix = f"Use --reward.overlong_buffer_len {max(1, c.data.max_len // 4)}"
+        return message(c, names, "no answer is too long, so nothing is punished", fix)
 
 
 def warn_budget_unused(c: RLConfig) -> Message:
@@ -270,9 +439,14 @@ WARNINGS: list[Rule] = [
     warn_eval_without_dataset,
     warn_no_best,
     warn_template_unused,
-    warn_gamma_unused,
+    warn_reference_unused,
+    warn_kl_unused,
+    warn_reward_kl,
+    warn_gspo_never_clips,
+    warn_penalty_unused,
     warn_budget_unused,
     warn_nothing_saved,
 ]
 """What is allowed but probably not meant."""
+ESTIMATOR_WARNINGS: list[Rule] = [warn_discount_unused, warn_critic_unused]
 EVAL_WARNINGS: list[Rule] = [warn_template_unused]

@@ -43,7 +43,7 @@ def test_a_run_learns_and_leaves_what_it_promises(ray_session, model_dir, tmp_pa
 
 
 def test_zero_advantages_move_nothing(ray_session, model_dir, tmp_path, monkeypatch):
-    zero = replace(advantage.ADVANTAGES["grpo"], fn=lambda rewards, groups: torch.zeros_like(rewards))
+    zero = replace(advantage.ADVANTAGES["grpo"], fn=lambda rewards, groups, ctx: torch.zeros_like(rewards))
     monkeypatch.setitem(advantage.ADVANTAGES, "grpo", zero)
     run(settings(model_dir, tmp_path / "out", write_prompts(tmp_path / "p.jsonl", 24)))
     before, after = load_file(f"{model_dir}/model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")

@@ -17,11 +17,13 @@ GOOD_RL = (
     "--actor.model_name_or_path m --data.prompt_dataset p.jsonl --train.agent_path a.py "
     "--rollout.batch_size 12 --rollout.n_samples_per_prompt 4"
 )
+DISTILL = "--algo.advantage.estimator on_policy_distill --ref.model_name_or_path teacher"
 GOOD_SFT = "--model.model_name_or_path m --data.dataset d.jsonl"
 GOOD_EVAL = "--actor.model_name_or_path m --eval.dataset e.jsonl --train.agent_path a.py --eval.eval_only"
 CONFIGS = {"rl": (RLConfig, GOOD_RL), "eval": (RLConfig, GOOD_EVAL), "sft": (SftConfig, GOOD_SFT)}
-ERRORS = {"rl": rules.RULES, "eval": rules.EVAL_RULES, "sft": rules_sft.RULES}
-WARNINGS = {"rl": rules.WARNINGS, "eval": rules.EVAL_WARNINGS, "sft": rules_sft.WARNINGS}
+OF_ESTIMATORS = [*rules.ESTIMATOR_RULES, *rules.ESTIMATOR_WARNINGS]
+ERRORS = {"rl": [*rules.RULES, *rules.ESTIMATOR_RULES], "eval": rules.EVAL_RULES, "sft": rules_sft.RULES}
+WARNINGS = {"rl": [*rules.WARNINGS, *rules.ESTIMATOR_WARNINGS], "eval": rules.EVAL_WARNINGS, "sft": rules_sft.WARNINGS}
 
 # rule, trainer, flags that break it, values in the message, consequence, a fix
 BROKEN = [
@@ -74,7 +76,169 @@ BROKEN = [
         for name in ("rloo", "grpo", "dr_grpo", "reinforce_baseline")
         for fix in ("--rollout.n_samples_per_prompt 8", "--algo.advantage.estimator reinforce")
     ),
-    (rules.no_kl_yet, "rl", "--algo.kl.init_coef 0.1", ["(=0.1)"], "no KL would be computed", "--algo.kl.init_coef 0"),
+    *(
+        (
+            rules.baseline_needs_a_group,
+            "rl",
+            "--rollout.n_samples_per_prompt 1 --rollout.batch_size 1 --algo.advantage.estimator flash_reinforce",
+            ["(=1)", "(=flash_reinforce)"],
+            "every advantage would be 0",
+            fix,
+        )
+        for fix in ("--rollout.n_samples_per_prompt 8", "--algo.advantage.estimator reinforce")
+    ),
+    (
+        rules.filter_needs_a_group,
+        "rl",
+        "--algo.dynamic_filtering_enable --rollout.n_samples_per_prompt 1",
+        ["(=True)", "(=1)"],
+        "would be discarded",
+        "--rollout.n_samples_per_prompt 8",
+    ),
+    *(
+        (
+            rules.kl_reaches_the_advantage,
+            "rl",
+            f"--algo.advantage.estimator {name} --algo.kl.init_coef 0.1",
+            ["(=0.1)", f"(={name})", "(=False)"],
+            "would never read it",
+            fix,
+        )
+        for name in ("grpo", "rloo", "dr_grpo", "reinforce_baseline", "flash_reinforce")
+        for fix in ("--algo.kl.use_loss --algo.kl.estimator k3", "--algo.advantage.estimator reinforce")
+    ),
+    *(
+        (
+            rules.reference_reaches_the_advantage,
+            "rl",
+            f"{DISTILL} {wrong}",
+            ["(=on_policy_distill)", value],
+            "the KL that it learns from would be 0",
+            fix,
+        )
+        for wrong, value, fix in [
+            ("--algo.kl.init_coef 0", "(=0.0)", "--algo.kl.init_coef 1"),
+            ("--algo.kl.use_loss", "(=True)", ""),
+        ]
+    ),
+    *(
+        (
+            rules.distillation_needs_a_teacher,
+            "rl",
+            f"--algo.advantage.estimator on_policy_distill --ref.model_name_or_path {path}",
+            [f"(={path})".replace("''", "")],
+            "its own teacher",
+            "--ref.model_name_or_path DIR",
+        )
+        for path in ("''", "m")
+    ),
+    *(
+        (
+            rules.distillation_needs_a_teacher,
+            "rl",
+            f"{DISTILL} --algo.kl.{name} {wrong}",
+            [f"(={wrong})", "(=on_policy_distill)"],
+            "nothing else leads to the teacher",
+            f"--algo.kl.{name} {right}",
+        )
+        for name, wrong, right in (("ref", "rollout", "model"), ("estimator", "k2", "k1"), ("estimator", "k3", "k1"))
+    ),
+    *(
+        (rules.kl_loss_has_a_gradient, "rl", "--algo.kl.use_loss", ["(=True)", "(=k1)"], "is 0 on average", fix)
+        for fix in ("--algo.kl.estimator k2", "--algo.kl.estimator k3")
+    ),
+    *(
+        (
+            rules.coefficient_can_adapt,
+            "rl",
+            f"--algo.kl.target 0.05 {wrong}",
+            ["(=0.05)", value],
+            "0 times it is 0",
+            "--algo.kl.init_coef 0.001",
+        )
+        for wrong, value in (("", "(=None)"), ("--algo.kl.init_coef 0", "(=0.0)"))
+    ),
+    *(
+        (
+            rules.freezing_needs_a_critic,
+            "rl",
+            f"--actor.freezing_steps 5 --algo.advantage.estimator {name}",
+            ["(=5)", f"(={name})"],
+            "would train nothing",
+            fix,
+        )
+        for name in ("reinforce", "grpo")
+        for fix in ("--actor.freezing_steps 0", "--algo.advantage.estimator gae")
+    ),
+    *(
+        (
+            rules.dual_clip_needs_ppo,
+            "rl",
+            f"--actor.dual_clip 3 --actor.loss_mode {mode} --actor.eps_clip_low_high 0.01 5",
+            ["(=3.0)", f"(={mode})"],
+            "only ppo has that bound",
+            "--actor.loss_mode ppo",
+        )
+        for mode in ("gspo", "cispo")
+    ),
+    (
+        rules.cispo_has_a_ceiling,
+        "rl",
+        "--actor.loss_mode cispo",
+        ["(=(0.2, 0.2))", "(=cispo)"],
+        "shrink even fresh tokens",
+        "--actor.eps_clip_low_high 0.2 5",
+    ),
+    (
+        rules.one_loss,
+        "rl",
+        "--algo.loss a.py:f --actor.loss_mode cispo",
+        ["(=a.py:f)", "(=cispo)"],
+        "only one of the two losses",
+        "--actor.loss_mode ppo",
+    ),
+    (rules.one_loss, "rl", "--algo.loss gspo", ["(=gspo)"], "names no function of yours", "--algo.loss a.py:f"),
+    *(
+        (
+            rules.divergence_gates_a_mask,
+            "rl",
+            f"--algo.advantage.is_correction_gating {gating} --algo.advantage.is_correction_threshold 0 0.05 "
+            f"--algo.advantage.is_correction_{wrong}",
+            [f"(={gating})", f"(={wrong.split()[1]})"],
+            "only says which tokens or samples drop out",
+            fix,
+        )
+        for gating in ("binary_kl", "tv")
+        for wrong in ("level geo", "level off", "mode clip", "mode trunc")
+        for fix in (
+            "--algo.advantage.is_correction_level token --algo.advantage.is_correction_mode mask",
+            "--algo.advantage.is_correction_gating ratio",
+        )
+    ),
+    (
+        rules.divergence_gates_a_mask,
+        "rl",
+        "--algo.advantage.is_correction_gating tv --algo.advantage.is_correction_level seq",
+        ["(=tv)", "(=(0.5, 5.0))"],
+        "just those tokens would drop out",
+        "--algo.advantage.is_correction_threshold 0 0.05",
+    ),
+    (
+        rules.one_length_penalty,
+        "rl",
+        "--reward.overlong_buffer_len 64 --reward.stop_properly_penalty_coef 0",
+        ["(=64)", "(=0.0)"],
+        "punished twice",
+        "--reward.overlong_buffer_len None",
+    ),
+    (
+        rules.buffer_fits_the_context,
+        "rl",
+        "--reward.overlong_buffer_len 512 --data.max_len 512",
+        ["(=512)"],
+        "every answer would be too long",
+        "--reward.overlong_buffer_len 128",
+    ),
     *(
         (
             rules.stale_tokens_need_correction,
@@ -95,7 +259,7 @@ BROKEN = [
         "--train.max_staleness 1",
     ),
     (
-        rules.correction_needs_the_whole_distribution,
+        rules.ratios_need_the_whole_distribution,
         "rl",
         "--rollout.top_p 0.9 --rollout.top_k 50",
         ["(=0.9)", "(=50)", "(=token)"],
@@ -103,12 +267,24 @@ BROKEN = [
         "--rollout.top_p 1 --rollout.top_k -1",
     ),
     (
-        rules.correction_needs_the_whole_distribution,
+        rules.ratios_need_the_whole_distribution,
         "rl",
         "--rollout.top_k 50",
         ["(=50)"],
         "every ratio would be wrong",
         "--algo.advantage.is_correction_level off",
+    ),
+    *(
+        (
+            rules.ratios_need_the_whole_distribution,
+            "rl",
+            f"--rollout.top_p 0.9 --algo.advantage.is_correction_level {level} --algo.kl.ref rollout "
+            "--algo.kl.init_coef 0.1",
+            ["(=0.9)", "`algo.kl.ref` (=rollout)"],
+            "every ratio would be wrong",
+            f"--algo.kl.ref model{off}",
+        )
+        for level, off in (("off", ""), ("token", " --algo.advantage.is_correction_level off"))
     ),
     (
         rules.answer_fits_the_context,
@@ -237,14 +413,87 @@ BROKEN = [
     ),
     *(
         (
-            rules.warn_gamma_unused,
+            rules.warn_discount_unused,
             "rl",
-            "--algo.advantage.gamma 0.9 --algo.advantage.estimator grpo",
-            ["(=0.9)", "(=grpo)"],
-            "no discount",
+            f"--algo.advantage.{name} 0.9 --algo.advantage.estimator {estimator}",
+            ["(=0.9)", f"(={estimator})"],
+            "it is not read",
             fix,
         )
-        for fix in ("--algo.advantage.gamma 1", "--algo.advantage.estimator reinforce")
+        for name, estimator, other in [
+            ("gamma", "grpo", "reinforce"),
+            ("gamma", "flash_reinforce", "reinforce"),
+            ("lam", "reinforce", "gae"),
+            ("lam", "rloo", "gae"),
+        ]
+        for fix in (f"--algo.advantage.{name} 1", f"--algo.advantage.estimator {other}")
+    ),
+    *(
+        (
+            rules.warn_critic_unused,
+            "rl",
+            f"--critic.{name} {value} --algo.advantage.estimator {estimator}",
+            [f"`critic.{name}` (={value})", f"(={estimator})"],
+            "no critic is built",
+            "--algo.advantage.estimator gae",
+        )
+        for name, value in (("model_name_or_path", "m"), ("adam.lr", "0.1"), ("max_epochs", "2"))
+        for estimator in ("reinforce", "grpo", "on_policy_distill")
+    ),
+    *(
+        (
+            rules.warn_reference_unused,
+            "rl",
+            f"--ref.model_name_or_path other {flags}",
+            ["`ref.model_name_or_path` (=other)", value],
+            "no reference model is built",
+            "--algo.kl.init_coef 0.001 --algo.kl.ref model",
+        )
+        for flags, value in (("", "(=None)"), ("--algo.kl.init_coef 0.1 --algo.kl.ref rollout", "(=rollout)"))
+    ),
+    *(
+        (
+            rules.warn_kl_unused,
+            "rl",
+            f"--algo.kl.{flag}",
+            [f"(={value})", "(=None)"],
+            "no KL is computed",
+            "--algo.kl.init_coef 0.001",
+        )
+        for flag, value in (
+            ("estimator k3", "k3"),
+            ("use_loss", "True"),
+            ("ref rollout", "rollout"),
+            ("horizon 9", "9"),
+        )
+    ),
+    *(
+        (
+            rules.warn_reward_kl,
+            "rl",
+            f"--algo.kl.init_coef 0.1 --algo.kl.estimator {name}",
+            [f"(={name})", "(=False)"],
+            "only k1 has the gradient of the KL",
+            fix,
+        )
+        for name in ("k2", "k3")
+        for fix in ("--algo.kl.estimator k1", "--algo.kl.use_loss")
+    ),
+    (
+        rules.warn_gspo_never_clips,
+        "rl",
+        "--actor.loss_mode gspo",
+        ["(=(0.2, 0.2))", "(=gspo)"],
+        "nothing would be clipped",
+        "--actor.eps_clip_low_high 3e-4 4e-4",
+    ),
+    (
+        rules.warn_penalty_unused,
+        "rl",
+        "--reward.overlong_penalty_factor 0.5",
+        ["(=0.5)", "(=None)"],
+        "nothing is punished",
+        "--reward.overlong_buffer_len 512",
     ),
     (
         rules.warn_no_best,
@@ -304,8 +553,13 @@ def _config(trainer: str, extra: str = ""):
     return parse(config_class, [token.strip("'") for token in f"{good} {extra}".split()], prog="molt")
 
 
+def _said(rule, config) -> str | None:
+    return rule(config, ADVANTAGES[config.algo.advantage.estimator]) if rule in OF_ESTIMATORS else rule(config)
+
+
 def _errors_and_warnings(trainer: str, config) -> tuple[list[str], list[str]]:
-    return rules.broken(ERRORS[trainer], config), rules.broken(WARNINGS[trainer], config)
+    errors, warnings = ([_said(rule, config) for rule in listed[trainer]] for listed in (ERRORS, WARNINGS))
+    return [text for text in errors if text], [text for text in warnings if text]
 
 
 @pytest.mark.parametrize("trainer", CONFIGS)
@@ -316,7 +570,7 @@ def test_good_settings_pass_in_silence(trainer):
 @pytest.mark.parametrize(("rule", "trainer", "broken", "values", "consequence", "fix"), BROKEN)
 def test_a_rule_names_values_consequence_and_a_fix_that_works(rule, trainer, broken, values, consequence, fix):
     config = _config(trainer, broken)
-    message = rule(config)
+    message = _said(rule, config)
     assert message and consequence in message and message.endswith(".")
     for value in values:
         assert value in message
@@ -324,7 +578,7 @@ def test_a_rule_names_values_consequence_and_a_fix_that_works(rule, trainer, bro
     for flag in fix.split(" --"):
         assert flag.removeprefix("--").split(" ")[0] in message
     if (fix and "FILE" not in fix) or fix.endswith(".jsonl"):
-        assert rule(_config(trainer, f"{broken} {fix}")) is None
+        assert _said(rule, _config(trainer, f"{broken} {fix}")) is None
 
 
 @pytest.mark.parametrize("trainer", CONFIGS)
@@ -364,8 +618,38 @@ def test_all_messages_come_at_once():
     assert sum("is not set" in text for text in rules.broken(rules.RULES, RLConfig())) == 3
 
 
+def test_flash_reinforce_needs_two_rollouts_in_the_batch_and_no_group():
+    flags = "--algo.advantage.estimator flash_reinforce --rollout.n_samples_per_prompt 1"
+    assert rules.baseline_needs_a_group(_config("rl", flags)) is None
+    assert rules.baseline_needs_a_group(_config("rl", f"{flags} --rollout.batch_size 1"))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--algo.kl.init_coef 0.1",
+        "--algo.kl.init_coef 0.1 --algo.kl.ref rollout --algo.kl.target 0.05",
+        "--algo.kl.init_coef 0.1 --algo.kl.use_loss --algo.kl.estimator k2 --algo.advantage.estimator grpo",
+        "--algo.advantage.estimator gae --actor.freezing_steps 2 --algo.advantage.lam 0.95 --algo.advantage.gamma 0.99 "
+        "--critic.adam.lr 1e-4 --critic.value_clip 0.5",
+        DISTILL,
+        "--algo.kl.init_coef 0",
+        "--actor.dual_clip 3 --algo.loss a.py:f",
+        "--actor.loss_mode gspo --actor.eps_clip_low_high 3e-4 4e-4",
+        "--actor.loss_mode cispo --actor.eps_clip_low_high 0.2 1",
+        "--algo.advantage.is_correction_level seq --algo.advantage.is_correction_gating binary_kl "
+        "--algo.advantage.is_correction_threshold 0.05",
+        "--algo.dynamic_filtering_enable --reward.overlong_buffer_len 64 --reward.overlong_penalty_factor 0.5",
+        "--reward.stop_properly_penalty_coef -1",
+    ],
+)
+def test_algorithms_that_nothing_is_said_of(flags):
+    assert _errors_and_warnings("rl", _config("rl", flags)) == ([], [])
+
+
 def test_group_estimators_are_those_of_algo():
-    assert set(rules.NEED_A_GROUP) == {name for name, e in ADVANTAGES.items() if e.level == "group"}
+    group = {name for name, estimator in ADVANTAGES.items() if estimator.level == "group"}
+    assert {*rules.NEED_A_GROUP} == group - {"flash_reinforce"}  # whose baseline is the batch
 
 
 def test_rules_import_nothing_heavy():

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from molt.algo.ratio import log_ratio
+from molt.algo.ratio import log_ratio, of_sample
 
 MODES: dict[str, Callable[[Tensor, Tensor, float, float], Tensor]] = {
     "mask": lambda w, statistic, low, high: torch.where((statistic >= low) & (statistic <= high), w, 0.0),
@@ -16,13 +16,6 @@ MODES: dict[str, Callable[[Tensor, Tensor, float, float], Tensor]] = {
     "trunc": lambda w, statistic, low, high: w.clamp(max=high),
 }
 """`(w, statistic, low, high) -> coefficient`; w > 0. Only mask reads the statistic: the others are of level token."""
-
-FORMULAS = {
-    "token": "{mode}(w, {low:g}, {high:g})",
-    "seq": "w if {low:g} <= exp(sum of log w over the sample) <= {high:g} else 0",
-    "geo": "w if {low:g} <= exp(mean of log w over the sample) <= {high:g} else 0",
-}
-"""The coefficient in words, by level."""
 
 
 @torch.no_grad()
@@ -36,11 +29,13 @@ def correction(
     mode: str,
     low: float,
     high: float,
+    gating: str = "ratio",
 ) -> tuple[Tensor, Tensor]:
     """Coefficient of the per-token loss from `w_t = exp(old_t - rollout_t)`.
 
     mask: `w` where the statistic is in [low, high], else 0. The statistic is `w_t` (level token), and, over the trained
     tokens of a sample, `exp(sum log w)` (seq) or `exp(mean log w)` (geo): a sample is kept or dropped as a whole.
+    With another `gating` it is that divergence of the token's two probabilities, or its mean over the sample (seq).
     clip: `clamp(w, low, high)`. trunc: `min(w, high)`; low is unused.
 
     old_logprobs, rollout_logprobs: float [...], one entry per token. mask: bool [...], trained tokens. segments:
@@ -51,15 +46,42 @@ def correction(
     al. 2025 (When Speed Kills Stability); the mean of the logarithm is that of GSPO, arXiv 2507.18071.
     """
     log_w = log_ratio(old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs)
-    statistic = log_w if level == "token" else _of_sample(log_w, mask, segments, mean=level == "geo")
+    if gating == "ratio":
+        statistic = (log_w if level == "token" else of_sample(log_w, mask, segments, mean=level == "geo")).exp()
+    else:
+        statistic = GATINGS[gating](rollout_logprobs.double(), old_logprobs.double())
+        statistic = statistic if level == "token" else of_sample(statistic, mask, segments, mean=True)
     w = log_w.exp()
-    coefficient = MODES[mode](w, statistic.exp(), low, high)
+    coefficient = MODES[mode](w, statistic, low, high)
     return coefficient * mask, (coefficient == w) & mask
 
 
-def _of_sample(log_w: Tensor, mask: Tensor, segments: Tensor, *, mean: bool) -> Tensor:
-    """float64 [...]: sum or mean of `log_w` over the trained tokens of each token's sample."""
-    index, sums = segments.flatten(), log_w.new_zeros(2, int(segments.max()) + 1, dtype=torch.float64)
-    values = torch.stack([log_w.double() * mask, mask.double()]).flatten(1)
-    total, count = sums.index_add_(1, index, values)
-    return (total / count.clamp(min=1) if mean else total)[segments]
+def binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """`p ln(p/q) + (1-p) ln((1-p)/(1-q))`, the KL of "this token or another"; finite and >= 0 for p, q in [0, 1].
+
+    log_p, log_q: float64 [...]; rounding may have left them above 0. Both logarithms are clamped to +-30. Returns
+    float64 [...].
+    """
+    not_p, not_q = -torch.expm1(log_p), -torch.expm1(log_q)  # 1 - p without cancellation
+    log_rest = log_ratio(not_p=not_p.clamp(min=1e-300).log(), not_q=not_q.clamp(min=1e-300).log())
+    # Rounding may leave -1e-17 at p = q, which a band from 0 would drop.
+    return (log_p.exp() * log_ratio(log_p=log_p, log_q=log_q) + not_p * log_rest).clamp(min=0)
+
+
+GATINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "binary_kl": binary_kl,
+    "tv": lambda log_p, log_q: (log_p.exp() - log_q.exp()).abs(),
+}
+"""`(log p, log q) -> statistic`, with p = exp(rollout) and q = exp(old), the probabilities of the sampled token."""
+
+
+def describe(level: str, mode: str, gating: str, low: float, high: float) -> str:
+    """The coefficient in words, of any level but off; `w` is left for the caller to define."""
+    if (level, gating) == ("token", "ratio"):
+        return f"{mode}(w, {low:g}, {high:g})"
+    if gating == "ratio":
+        statistic = f"exp({'mean' if level == 'geo' else 'sum'} of log w over the sample)"
+    else:
+        statistic = f"{gating}(exp(rollout), exp(old))"
+        statistic = statistic if level == "token" else f"mean of {statistic} over the sample"
+    return f"w if {low:g} <= {statistic} <= {high:g} else 0"

@@ -1,23 +1,111 @@
-"""Policy losses: per-token values that nothing here averages (`reduce` has the weights)."""
+"""Policy losses: per-token values that nothing here averages (`reduce` has the weights).
+
+One loss is one function and one row of `LOSSES`, all with the same signature. Per-token tensors have one shape [...]:
+logprobs, old_logprobs, advantages float; mask bool, the trained tokens; segments int64, the sample of each token, from
+0. The gradient flows through `logprobs` alone. Each returns (loss float [...], clipped bool [...]): where `clipped`, a
+bound is active.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from molt.algo.ratio import log_ratio, refuse_nan
+from molt.algo.ratio import log_ratio, of_sample, refuse_nan
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """What the rest of molt may ask about a loss; nothing tests its name."""
+
+    fn: Callable[..., tuple[Tensor, Tensor]]
+    """`fn(logprobs, old_logprobs, advantages, mask, segments, *, low, high, dual_clip=None)`."""
+    formula: str
+    """For the header of a run: `str.format` text with the scalars of `fn`."""
 
 
 def ppo(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, low: float, high: float
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    segments: Tensor,
+    *,
+    low: float,
+    high: float,
+    dual_clip: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`-min(r A, clip(r, 1 - low, 1 + high) A)` with `r = exp(logprobs - old_logprobs)`.
 
-    All tensors float [...], one entry per token; the gradient flows through `logprobs` alone. Returns
-    (loss [...], clipped bool [...]): where `clipped`, the bound is active and the gradient is 0.
+    With `dual_clip` c > 1, where A < 0: `-max(min(...), c A)`. Where `clipped`, the gradient is 0.
     Raises `TrainingError` on a NaN.
-    Source: arXiv 1707.06347; separate bounds, arXiv 2503.14476.
+    Source: arXiv 1707.06347; separate bounds, arXiv 2503.14476; dual clip, arXiv 1912.09729.
+    """
+    ratio = log_ratio(logprobs=logprobs, old_logprobs=old_logprobs.detach()).exp()
+    return _clipped(ratio, advantages, low, high, dual_clip)
+
+
+def gspo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    segments: Tensor,
+    *,
+    low: float,
+    high: float,
+    dual_clip: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """ppo with one ratio per sample, `s = exp(mean over its trained tokens of (logprobs - old_logprobs))`.
+
+    The gradient goes through each token: `s_t = exp(logprobs - sg(logprobs) + sg(log s))`. A sample is clipped as a
+    whole if its advantages have one sign. Raises `TrainingError` on a NaN.
+    Source: GSPO-token, arXiv 2507.18071.
+    """
+    here = logprobs.detach()
+    log_s = of_sample(log_ratio(logprobs=here, old_logprobs=old_logprobs.detach()), mask, segments, mean=True)
+    through = log_ratio(logprobs=logprobs, detached=here)  # 0, with the gradient of logprobs
+    return _clipped((through + log_s.to(here.dtype)).exp(), advantages, low, high, dual_clip)
+
+
+def cispo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    segments: Tensor,
+    *,
+    low: float,
+    high: float,
+    dual_clip: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`-sg(min(r, high)) A logprobs` with `r = exp(logprobs - old_logprobs)`; `high` is the ceiling itself.
+
+    `low` and `dual_clip` are unused. Where `clipped`, the token keeps a gradient, of weight `high`.
+    Raises `TrainingError` on a NaN.
+    Source: arXiv 2506.13585.
     """
     refuse_nan(advantages=advantages)
-    ratio = log_ratio(logprobs=logprobs, old_logprobs=old_logprobs.detach()).exp()
+    ratio = log_ratio(logprobs=logprobs.detach(), old_logprobs=old_logprobs.detach()).exp()
+    return -ratio.clamp(max=high) * advantages * logprobs, ratio > high
+
+
+def _clipped(
+    ratio: Tensor, advantages: Tensor, low: float, high: float, dual_clip: float | None
+) -> tuple[Tensor, Tensor]:
+    refuse_nan(advantages=advantages)
     free = ratio * advantages
-    bounded = ratio.clamp(1 - low, 1 + high) * advantages
-    return -torch.minimum(free, bounded), bounded < free
+    bounded = torch.minimum(free, ratio.clamp(1 - low, 1 + high) * advantages)
+    if dual_clip is not None:
+        bounded = torch.where(advantages < 0, torch.maximum(bounded, dual_clip * advantages), bounded)
+    return -bounded, bounded != free
+
+
+LOSSES: dict[str, PolicyLoss] = {
+    "ppo": PolicyLoss(ppo, "-min(r A, clip(r, 1 - {low:g}, 1 + {high:g}) A)"),
+    "gspo": PolicyLoss(
+        gspo, "-min(s A, clip(s, 1 - {low:g}, 1 + {high:g}) A) [s = exp(mean of log r over the sample)]"
+    ),
+    "cispo": PolicyLoss(cispo, "-sg(min(r, {high:g})) A logprob"),
+}

@@ -1,5 +1,6 @@
-"""The log-ratio that losses and importance corrections start from."""
+"""The log-ratio that losses, KL and importance corrections start from, and what becomes of it per sample."""
 
+import torch
 from torch import Tensor
 
 from molt.errors import TrainingError
@@ -29,3 +30,15 @@ def log_ratio(**pair: Tensor) -> Tensor:
     if ratio.isnan().any():
         refuse_nan(**pair, log_ratio=ratio)
     return ratio.clamp(-BOUND, BOUND)
+
+
+def of_sample(values: Tensor, mask: Tensor, segments: Tensor, *, mean: bool) -> Tensor:
+    """Sum or mean of `values` over the trained tokens of each token's sample.
+
+    values: float [...], one entry per token. mask: bool [...]. segments: int64 [...], the sample of each token,
+    from 0. Returns float64 [...]; 0 in a sample without trained tokens.
+    """
+    index, sums = segments.flatten(), values.new_zeros(2, int(segments.max()) + 1, dtype=torch.float64)
+    both = torch.stack([values.double() * mask, mask.double()]).flatten(1)
+    total, count = sums.index_add_(1, index, both)
+    return (total / count.clamp(min=1) if mean else total)[segments]

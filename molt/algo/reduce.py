@@ -4,22 +4,56 @@ The loss is `sum(weight * loss_t)`, so the gradient is the same for any split in
 ranks and packs.
 """
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 
 
-def _token_mean(trained_tokens: Sequence[int]) -> list[float]:
-    total = sum(trained_tokens)
-    return [1 / total if tokens else 0.0 for tokens in trained_tokens]
+def _of_prompts(trained: Sequence[int], groups: Sequence[Hashable], max_len: int | None) -> list[int]:
+    tokens = Counter()
+    for label, n in zip(groups, trained, strict=True):
+        tokens[label] += n
+    return [sum(n > 0 for n in tokens.values()) * tokens[label] for label in groups]
 
 
-AGGREGATIONS: dict[str, Callable[[Sequence[int]], list[float]]] = {"token-mean": _token_mean}
+def _samples(trained: Sequence[int]) -> int:
+    return sum(n > 0 for n in trained)
 
 
-def token_weights(trained_tokens: Sequence[int], *, mode: str = "token-mean") -> list[float]:
-    """Weight of each trained token, one number per sample. token-mean: `1 / N`, `N = sum(trained_tokens)`.
+AGGREGATIONS: dict[str, Callable[..., list[int]]] = {
+    "token-mean": lambda trained, groups, max_len: [sum(trained)] * len(trained),
+    "seq-mean-token-mean": lambda trained, groups, max_len: [_samples(trained) * n for n in trained],
+    "prompt-mean-token-mean": _of_prompts,
+    "seq-mean-token-sum-norm": lambda trained, groups, max_len: [_samples(trained) * max_len] * len(trained),
+}
+"""`(trained tokens [S], groups [S], max_len) -> denominators [S]` of the weights."""
 
-    trained_tokens: [S], trained tokens per sample of the *step batch*, over all ranks. Returns [S]; 0 for a sample
-    without trained tokens. A mask that shrinks later (importance gate) keeps its weight in the denominator.
-    Source: token-mean, DAPO, arXiv 2503.14476.
+FORMULAS = {
+    "token-mean": "1/N",
+    "seq-mean-token-mean": "1/(S len_s)",
+    "prompt-mean-token-mean": "1/(G tokens_g)",
+    "seq-mean-token-sum-norm": "1/(S max_len)",
+}
+"""The weight of a trained token, for the header of a run."""
+
+
+def token_weights(
+    trained_tokens: Sequence[int],
+    groups: Sequence[Hashable] | None = None,
+    *,
+    mode: str = "token-mean",
+    max_len: int | None = None,
+) -> list[float]:
+    """Weight of each trained token, one number per sample, by the counts of the *step batch* over all ranks.
+
+    token-mean: `1 / N`, N trained tokens. seq-mean-token-mean: `1 / (S len_s)`, S samples, len_s trained tokens of this
+    one. prompt-mean-token-mean: `1 / (G tokens_g)`, G groups, tokens_g trained tokens of its group.
+    seq-mean-token-sum-norm: `1 / (S max_len)`. Samples without trained tokens count neither in S nor in G.
+
+    trained_tokens: [S], trained tokens per sample. groups: [S], any labels; only prompt-mean-token-mean reads them, and
+    only seq-mean-token-sum-norm reads max_len. Returns [S]; 0 for a sample without trained tokens. A mask that shrinks
+    later (importance gate) keeps its weight in the denominator.
+    Source: token-mean, DAPO, arXiv 2503.14476; seq-mean-token-mean, GRPO, arXiv 2402.03300; seq-mean-token-sum-norm,
+    Dr. GRPO, arXiv 2503.20783.
     """
-    return AGGREGATIONS[mode](trained_tokens)
+    denominators = AGGREGATIONS[mode](trained_tokens, groups, max_len)
+    return [1 / d if n else 0.0 for n, d in zip(trained_tokens, denominators, strict=True)]

@@ -6,7 +6,7 @@ engine, no Ray, no weights.
 
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from operator import attrgetter
 from pathlib import Path
@@ -17,11 +17,11 @@ from rich.text import Text
 
 from molt.agents.load import load_runner
 from molt.chat.render import Renderer, load_tokenizer
-from molt.config import CkptConfig, FsdpConfig, ModelConfig, RLConfig
+from molt.config import CkptConfig, FsdpConfig, ModelConfig, RefConfig, RLConfig
 from molt.data.prompts import PromptDataset
 from molt.data.rows import DropReport, Rows, UnusableRow, load_rows
 from molt.errors import CheckpointError, ConfigError, DataError, MoltError
-from molt.rules import EVAL_RULES, EVAL_WARNINGS, RULES, WARNINGS, Rule, broken
+from molt.rules import ESTIMATOR_RULES, ESTIMATOR_WARNINGS, EVAL_RULES, EVAL_WARNINGS, RULES, WARNINGS, Rule, broken
 
 Level = Literal["error", "warning", "ok"]
 COLOURS = {"error": "bold red", "warning": "yellow", "ok": "green"}
@@ -53,11 +53,14 @@ class Findings(list[tuple[Level, str]]):
 
 def static_checks(config: RLConfig) -> Findings:
     """Everything found about an RL run, errors included; never raises for what is wrong with the settings."""
-    trains = not config.eval.eval_only
-    found = check_settings(config, *((RULES, WARNINGS) if trains else (EVAL_RULES, EVAL_WARNINGS)))
+    trains, found = not config.eval.eval_only, Findings()
+    estimator = check_algorithm(found, config) if trains else None
+    found = check_settings(config, *((RULES, WARNINGS) if trains else (EVAL_RULES, EVAL_WARNINGS)), found)
     device = check_device(found, config.fsdp, trains=trains)
     on_cpu = device is not None and device.type == "cpu"
     tokenizer = check_model(found, config, config.actor, "actor", cpu_engine=on_cpu, trains=trains)
+    if estimator is not None:
+        check_scoring_models(found, config, estimator, tokenizer)
     if config.train.agent_path and found.attempt(load_runner, config.train.agent_path):
         found.add("ok", f"agent: {config.train.agent_path} exports an AgentRunner")
     if trains and config.data.prompt_dataset:
@@ -75,11 +78,24 @@ def check_or_raise(config: Any, checks: Callable[[Any], Findings] = static_check
     return found
 
 
-def check_settings(config: Any, rules: list[Rule], warnings: list[Rule]) -> Findings:
-    """The rules and, unless the run only evaluates and writes nothing, the output directory."""
-    found = Findings()
+def check_algorithm(found: Findings, config: RLConfig) -> Any:
+    """The estimator, or None; adds what is wrong with it or its settings, or with a loss of the user's."""
+    from molt.algo.plugin import load_estimator, load_loss
+
+    if config.algo.loss and ":" in config.algo.loss:
+        found.attempt(load_loss, config.algo.loss)
+    estimator = found.attempt(load_estimator, config.algo.advantage.estimator)
+    if estimator is not None:
+        found.add("error", *broken(ESTIMATOR_RULES, config, estimator))
+        found.add("warning", *broken(ESTIMATOR_WARNINGS, config, estimator))
+    return estimator
+
+
+def check_settings(config: Any, rules: list[Rule], warnings: list[Rule], found: Sequence = ()) -> Findings:
+    """The rules and, unless the run only evaluates and writes nothing, the output directory; after what is `found`."""
+    found = Findings(found)
     found.add("error", *broken(rules, config))
-    if not found:
+    if not found.errors:
         found.add("ok", "settings: all rules hold")
     found.add("warning", *broken(warnings, config))
     if not getattr(config.eval, "eval_only", False):
@@ -143,9 +159,10 @@ def _tokenizer(path: str, chat_template: str | None, flag: str) -> Any:
 
 
 def check_model(
-    found: Findings, config: Any, model: ModelConfig, section: str, *, cpu_engine: bool, trains: bool = True
+    found: Findings, config: Any, model: ModelConfig | RefConfig, section: str, *, cpu_engine: bool, trains: bool = True
 ) -> Any:
     """The tokenizer, or None; adds what the model's configuration says against the settings."""
+    from molt.models.balance import refuse_balance
     from molt.models.build import load_config
 
     path, flag = model.model_name_or_path, f"{section}.model_name_or_path"
@@ -153,6 +170,8 @@ def check_model(
         return None
     fsdp = config.fsdp if trains else None
     if (known := found.attempt(load_config, path, config.data.max_len, flag=flag, fsdp=fsdp)) is not None:
+        if trains and (coefficient := getattr(model, "aux_loss_coef", 0)):
+            found.attempt(refuse_balance, known, f"`{section}.aux_loss_coef` (={coefficient:g})")
         heads = getattr(known, "num_attention_heads", None)
         head = getattr(known, "head_dim", None) or (heads and known.hidden_size // heads)
         if cpu_engine and head and head not in CPU_HEAD_SIZES:
@@ -164,6 +183,25 @@ def check_model(
         else:
             found.add("ok", f"model: {known.model_type} at {path}")
     return tokenizer
+
+
+def check_scoring_models(found: Findings, config: RLConfig, estimator: Any, tokenizer: Any) -> None:
+    """Adds what is wrong with a reference and a critic that are used and are not the actor's model."""
+    models = {"ref": config.ref} if config.algo.reads_reference_model else {}
+    models |= {"critic": config.critic} if "values" in estimator.needs else {}
+    for section, model in models.items():
+        path, actor = model.model_name_or_path, config.actor.model_name_or_path
+        if path in ("", actor):
+            continue
+        other = check_model(found, config, model, section, cpu_engine=False)
+        if tokenizer and other and (differ := tokenizer.get_vocab().items() ^ other.get_vocab().items()):
+            first = min(differ, key=lambda token: token[::-1])
+            found.add(
+                "error",
+                f"`{section}.model_name_or_path` (={path}) has another vocabulary than `actor.model_name_or_path` "
+                f"(={actor}), first at {first}: the ids of a rollout are another text there, so its numbers would be "
+                "of that text. Use a model with the actor's tokenizer.",
+            )
 
 
 def first_rows(

@@ -53,7 +53,9 @@ def obstacle(config: PreTrainedConfig, attention: str) -> str | None:
     return f"its {name} ignores {differs}" if differs else None
 
 
-def build_empty(path: str, config: PreTrainedConfig, attention: str, device: torch.device) -> nn.Module:
+def build_empty(
+    path: str, config: PreTrainedConfig, attention: str, device: torch.device, dtype: torch.dtype
+) -> nn.Module:
     """AutoModel's class with its parameters on the meta device: they are loaded once each rank holds only a shard.
 
     Our attention stands in for AutoModel's, which on a CPU ignores where packed sequences end.
@@ -62,7 +64,7 @@ def build_empty(path: str, config: PreTrainedConfig, attention: str, device: tor
     from nemo_automodel.components.models.common import BackendConfig
     from nemo_automodel.components.utils.model_utils import init_empty_weights
 
-    config.dtype, config.use_cache, config._attn_implementation = torch.float32, False, attention
+    config.dtype, config.use_cache, config._attn_implementation = dtype, False, attention
     name = config.architectures[0]
     settings = {"backend": BackendConfig(attn="flex", linear="torch", dispatcher="torch")}
     if name in MOE:
@@ -74,6 +76,8 @@ def build_empty(path: str, config: PreTrainedConfig, attention: str, device: tor
     for module in causal_lm.modules():
         if hasattr(module, "attn_func"):
             _use_attention(module, attention, config)
+        if hasattr(module, "use_routing_core"):
+            module.use_routing_core = True  # a module of its own, which `balance.py` can watch
     try:
         causal_lm.generation_config = GenerationConfig.from_pretrained(path)
     except OSError:  # the file is optional
@@ -110,7 +114,7 @@ def load_weights(causal_lm: nn.Module, path: str, device: torch.device) -> None:
 
 def _tie(causal_lm: nn.Module) -> None:
     # Making parameters on the meta device, and again on the real one, undoes it.
-    if causal_lm.config.tie_word_embeddings:
+    if causal_lm.config.tie_word_embeddings and causal_lm.get_output_embeddings() is not None:
         causal_lm.tie_weights()
 
 

@@ -1,13 +1,14 @@
-"""A Hugging Face causal LM as a trainable, sharded `PolicyModel`; with `automodel.py` all that knows back ends.
+"""A Hugging Face causal LM as a sharded `PolicyModel` or `ValueModel`; with `automodel.py` all that knows back ends.
 
 Masters are float32; compute runs in `fsdp.param_dtype`. Gradients are *summed* over ranks in float32:
 the loss of every rank already carries its weights of the whole step (`algo/reduce.py`), so nothing is
 averaged.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +26,10 @@ from molt.config import FsdpConfig, ModelConfig
 from molt.data.hub import only_local
 from molt.errors import ConfigError, did_you_mean
 from molt.models import automodel
-from molt.models.forward import PolicyModel
+from molt.models.forward import PolicyModel, ValueModel
 from molt.parallel.mesh import param_dtype
 
+Model = TypeVar("Model", PolicyModel, ValueModel)
 ATTENTIONS = ("varlen", "sdpa", "eager")
 GPU_ATTENTIONS = ("flash_attention_2", "flash_attention_3")
 WHY_NO_ATTENTION = {
@@ -132,29 +134,80 @@ def build_policy(
 
     Raises `ConfigError` as `load_config` and `attention_implementation` do, and for a model that cannot be exported.
     """
+    causal_lm, native = _prepare(model_config, fsdp_config, device, max_len)
+    to_disk = automodel.to_disk(causal_lm) if native else _transformers_to_disk(causal_lm)
+    model = PolicyModel(causal_lm, param_dtype(fsdp_config, device), to_disk).train()
+    return _place(model, causal_lm, native, mesh, device)
+
+
+def build_critic(
+    model_config: ModelConfig,
+    fsdp_config: FsdpConfig,
+    mesh: DeviceMesh,
+    device: torch.device,
+    max_len: int | None = None,
+) -> ValueModel:
+    """The value model on the decoder of a causal LM, trained as the policy is; as `build_policy`, but never exported.
+
+    Its head is drawn from torch's generator, which every rank must have seeded alike.
+    """
+    causal_lm, native = _prepare(model_config, fsdp_config, device, max_len, flag="critic.model_name_or_path")
+    if native:
+        causal_lm.set_output_embeddings(None)  # what is there is loaded
+    model = ValueModel(causal_lm, param_dtype(fsdp_config, device)).train()
+    return _place(model, causal_lm, native, mesh, device)
+
+
+def build_frozen(
+    path: str, fsdp_config: FsdpConfig, mesh: DeviceMesh, device: torch.device, max_len: int | None = None
+) -> PolicyModel:
+    """A policy that is only asked, under `torch.no_grad()`: no gradients, weights held in the compute dtype.
+
+    Every rank of `mesh` calls it; each ends with its shard. Raises `ConfigError` as `load_config` does.
+    """
+    dtype = param_dtype(fsdp_config, device)
+    config = ModelConfig(path, gradient_checkpoint="none")
+    causal_lm, native = _prepare(config, fsdp_config, device, max_len, dtype, flag="ref.model_name_or_path")
+    return _place(PolicyModel(causal_lm, dtype).requires_grad_(False).eval(), causal_lm, native, mesh, device)
+
+
+def _prepare(
+    model_config: ModelConfig,
+    fsdp_config: FsdpConfig,
+    device: torch.device,
+    max_len: int | None,
+    dtype: torch.dtype = torch.float32,
+    flag: str = "model_name_or_path",
+) -> tuple[nn.Module, bool]:
+    """The causal LM with weights of `dtype`, and whether it is AutoModel's, whose weights `_place` loads."""
     path, attention = model_config.model_name_or_path, attention_implementation(fsdp_config, device)
-    config = load_config(path, max_len, fsdp=fsdp_config)
+    config = load_config(path, max_len, flag, fsdp_config)
     native = uses_automodel(fsdp_config, config, device, attention)
-    causal_lm = (automodel.build_empty if native else _from_transformers)(path, config, attention, device)
+    causal_lm = (automodel.build_empty if native else _from_transformers)(path, config, attention, device, dtype)
     _disable_dropout(causal_lm)
     if model_config.gradient_checkpoint == "full":
         _recompute_layers(causal_lm)
-    dtype = param_dtype(fsdp_config, device)
-    to_disk = automodel.to_disk(causal_lm) if native else _transformers_to_disk(causal_lm)
-    model = PolicyModel(causal_lm, dtype, to_disk).train()
-    # One rank without mixed precision has nothing to shard or cast; FSDP would cost a tiny model 12-32 %.
-    if mesh.size() > 1 or dtype != torch.float32:
-        shard(model, mesh)
+    return causal_lm, native
+
+
+def _place(model: Model, causal_lm: nn.Module, native: bool, mesh: DeviceMesh, device: torch.device) -> Model:
+    """Shard the model around `causal_lm`, read the weights that are not there yet, and move it to the device."""
+    # One rank without mixed precision has nothing to shard or cast; FSDP would cost a tiny model 12-32 %. With it a
+    # frozen model is wrapped too: FSDP also casts what layers are called with, and a reference computes as the policy.
+    if mesh.size() > 1 or model.compute_dtype != torch.float32:
+        shard(model, decoder_layers(causal_lm), mesh)
     if native:
-        automodel.load_weights(causal_lm, path, device)
+        automodel.load_weights(causal_lm, causal_lm.config.name_or_path, device)
     return model.to(device)
 
 
-def _from_transformers(path: str, config: PreTrainedConfig, attention: str, device: torch.device) -> nn.Module:
+def _from_transformers(
+    path: str, config: PreTrainedConfig, attention: str, device: torch.device, dtype: torch.dtype
+) -> nn.Module:
     # On the host first: `fully_shard` moves one layer at a time, so a GPU never holds a whole float32 model.
     disable_progress_bar()
     causal_lm = AutoModelForCausalLM.from_pretrained(
-        path, config=config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
+        path, config=config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
     )
     causal_lm.config.use_cache = False
     return causal_lm
@@ -195,11 +248,13 @@ def _disable_dropout(model: nn.Module) -> None:
             module.attention_dropout = 0.0
 
 
-def shard(model: PolicyModel, mesh: DeviceMesh) -> None:
-    """FSDP2 over each decoder layer and the root; gradients are summed over ranks in float32."""
-    policy = MixedPrecisionPolicy(param_dtype=model.compute_dtype, reduce_dtype=torch.float32)
-    modules = [*decoder_layers(model.causal_lm), model]
+def shard(model: PolicyModel | ValueModel, layers: Sequence[nn.Module], mesh: DeviceMesh) -> None:
+    """FSDP2 over each decoder layer, a scalar head and the root; gradients are summed over ranks in float32."""
+    heads = [model.head] if isinstance(model, ValueModel) else []
+    modules = [*layers, *heads, model]
     for module in modules:
+        dtype = torch.float32 if module in heads else model.compute_dtype
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         fully_shard(module, mesh=mesh, mp_policy=policy)
     for module in modules:  # neither setting is recursive, and gloo needs the first for the second
         module.set_force_sum_reduction_for_comms(True)

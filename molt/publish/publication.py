@@ -23,7 +23,7 @@ class Policy(Protocol):
     """The trainer as a publication sees it: all ranks together."""
 
     async def send_weights(self) -> dict[str, int]: ...
-    async def score(self, sequences: list[list[int]]) -> list[np.ndarray]: ...
+    async def probe(self, sequences: list[list[int]]) -> list[np.ndarray]: ...
 
 
 class Engines(Protocol):
@@ -67,7 +67,7 @@ class Publisher:
             trainer, *engines = zip(self.digests, digests, strict=True)
             check_in_use(trainer, engines)
         self.digests = digests
-        ours, theirs = await asyncio.gather(self.policy.score(self.probe), self.engines.score(self.probe))
+        ours, theirs = await asyncio.gather(self.policy.probe(self.probe), self.engines.score(self.probe))
         metrics = merge(compare_probe(ours, engine) for engine in theirs)
         check_probe(metrics, bound=self.bound, use_max=self.use_max, version=version)
         return metrics

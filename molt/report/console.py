@@ -13,6 +13,8 @@ COLUMNS = [
     ("mismatch", "mismatch/abs_max", ".1e"),
     ("ratio", "ratio/mean", ".4f"),
     ("kl", "train/kl", ".2e"),
+    ("explained", "train/explained_variance", ".2f"),
+    ("filtered", "rollout/filtered", ".1%"),
     ("stale", "staleness/max", ".0f"),
     ("length", "rollout/response_length", ".1f"),
     ("truncated", "rollout/truncated", ".1%"),

@@ -7,6 +7,7 @@ agent or a dataset wrote is escaped.
 import html
 import math
 import os
+import re
 import sys
 import tomllib
 from collections import defaultdict
@@ -22,9 +23,20 @@ from molt.report.rollouts import step_of
 from molt.report.sinks import read_jsonl
 
 CHARTS = (
-    Chart("Reward", ("rollout/reward", "rollout/score")),
+    Chart("Reward", ("rollout/reward", "rollout/shaped_reward")),
+    Chart("Score", ("rollout/score", "rollout/unfiltered_score")),
     Chart("Evaluation", ("eval/*/pass*[0-9]", "eval/pass*[0-9]"), noisy=False),
     Chart("Loss", ("train/loss", "eval/loss", "eval/*/loss")),
+    Chart(
+        "Filtered groups",
+        ("rollout/filtered", "rollout/all_pass", "rollout/all_fail"),
+        zero=True,
+        note="fraction of the finished groups: mean score at the top of the range, or at its bottom",
+    ),
+    Chart("KL", ("train/kl", "train/kl_coef"), note="to the reference, per token; kl_coef weighs it"),
+    Chart("Entropy", ("train/entropy",), note="nats per token"),
+    Chart("Value loss", ("train/value_loss",), zero=True),
+    Chart("Explained variance", ("train/explained_variance",), note="1: the critic knows the returns; 0: their mean"),
     Chart("Response length", ("rollout/response_length",), zero=True, note="tokens"),
     Chart(
         "Trainer against engine",
@@ -39,6 +51,13 @@ CHARTS = (
         log=True,
         note="largest |log ratio| of a token: trainer now, engine when it sampled",
     ),
+    Chart(
+        "Filtered tokens",
+        ("ratio/filtered_fraction",),
+        zero=True,
+        note="fraction of the trained tokens that the importance correction masked or bounded",
+    ),
+    Chart("Clipped tokens", ("train/clip_fraction",), zero=True, note="fraction where the policy loss is clipped"),
     Chart("Staleness", ("staleness/max", "staleness/mean"), zero=True, note="training batches"),
     Chart("Gradient norm", ("train/grad_norm",), log=True),
     Chart("Learning rate", ("train/lr",), zero=True, noisy=False),
@@ -47,6 +66,8 @@ CHARTS = (
     Chart("Throughput", ("perf/tokens_per_s",), zero=True, note="tokens per second"),
     Chart("Faults", ("faults/*",), zero=True, noisy=False),
 )
+WARNS = re.compile("fault|fail|filtered")
+"""Kinds of events that stand out."""
 LISTED_EVENTS = 12
 """A kind of event with more of them is summarised in one row; publications always are."""
 SHOWN_ROLLOUTS = 8
@@ -151,7 +172,7 @@ def events_table(run_dir: Path) -> str:
         else:
             rows += [(event.get("time", 0.0), kind, _fields(event)) for event in events]
     body = "".join(
-        f"<tr{' class=fault' if 'fault' in kind or 'fail' in kind else ''}><td>+{_duration(when - start)}</td>"
+        f"<tr{' class=fault' if WARNS.search(kind) else ''}><td>+{_duration(when - start)}</td>"
         f"<td>{E(kind)}</td><td>{E(text)}</td></tr>"
         for when, kind, text in sorted(rows, key=lambda row: row[0])
     )
@@ -230,6 +251,12 @@ def _config(run_dir: Path) -> tuple[str, str]:
     )
 
 
+def _header(run_dir: Path) -> str:
+    """What the run said of itself when it began: the formula in force."""
+    path = run_dir / "header.txt"
+    return f"<h2>The formula in force</h2><pre class=card>{E(path.read_text())}</pre>" if path.exists() else ""
+
+
 def build(run_dir: Path) -> str:
     """The page as text."""
     series, times = load_series(run_dir)
@@ -242,6 +269,7 @@ def build(run_dir: Path) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{E(name)} · molt</title><style>{here.with_suffix('.css').read_text()}</style>"
         f'<main><h1>{E(name)}</h1><p class="lead">{E(lead)}</p>{key_numbers(series, times)}'
+        f"{_header(run_dir)}"
         f'<h2>Curves</h2><p class="lead">Thin: single steps. Bold: their moving mean.</p>'
         f'<div class="charts">{charts}</div>'
         f"{rollout_cards(run_dir)}{events_table(run_dir)}{config}</main>"

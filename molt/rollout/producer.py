@@ -4,7 +4,7 @@
 The policy of *when* is pure and lives in `admission.py`; this file moves groups between states:
 
     prompt stream ──► in flight ──► finished (the buffer) ──► batch ──► closed
-                          └───────► discarded (unusable prompt, failed rollouts) ──► closed
+                          └───────► discarded (unusable prompt, failed rollouts, filtered) ──► closed
 """
 
 import asyncio
@@ -130,7 +130,10 @@ class Producer:
         queue: int,
         max_staleness: int,
         on_event: Callable[..., None],
+        keep: tuple[float, float] | None = None,
     ):
+        """keep: groups whose mean score is not strictly between are discarded (dynamic filtering); None: none is."""
+        self.keep, self.judged, self.filtered = keep, 0, 0
         self.stream, self.runners, self.config = stream, runners, config
         self.queue, self.max_staleness = queue, max_staleness
         self.on_event = on_event
@@ -236,7 +239,7 @@ class Producer:
         return [group for group in self._by_order() if group.finished]
 
     def take_metrics(self) -> list[dict[str, Metric]]:
-        """`faults/*` since the last call."""
+        """`faults/*`, and what the filter did, since the last call."""
         taken, self.metrics = self.metrics, []
         return taken
 
@@ -288,8 +291,20 @@ class Producer:
         if lost is not None:  # never trained with a silently smaller baseline
             self._discard(group, lost.reason, lost.detail, lost=True)
             return
-        group.rollouts, group.samples = result.rollouts, samples
+        if self.keep is not None and not self._kept([rollout.outcome.score for rollout in result.rollouts]):
+            del self.open[group.prompt.group_id]  # which lets another one start in its place
+        else:
+            group.rollouts, group.samples = result.rollouts, samples
         self._notify()
+
+    def _kept(self, scores: Sequence[float]) -> bool:
+        """Dynamic sampling, DAPO, arXiv 2503.14476: a group that all solve, or none, has no advantages."""
+        (low, high), mean = self.keep, sum(scores) / len(scores)
+        kept = low < mean < high
+        self.judged, self.filtered = self.judged + 1, self.filtered + (not kept)
+        shares = {"filtered": not kept, "all_fail": mean <= low, "all_pass": mean >= high, "unfiltered_score": mean}
+        self.metrics.append({f"rollout/{name}": Metric(float(value)) for name, value in shares.items()})
+        return kept
 
     def _count(self, group: Group, rollout: int | None, failures: Sequence[InfraFailure], good: bool) -> None:
         """Failed attempts of one rollout, or of a whole group (None). Raises `FailureRateError`."""

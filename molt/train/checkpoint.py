@@ -68,6 +68,7 @@ def write_part(
     """
     tensors = _tensors(model, optimizer)
     with failing(tmp, needed=sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())):
+        tmp.mkdir(exist_ok=True)
         # The host's generator alone: dropout is off, so nothing draws on a device.
         generator = io.BytesIO()  # torch itself reports a full disk as any other error
         torch.save(torch.get_rng_state(), generator)
@@ -232,14 +233,22 @@ def require_same_run(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any
         )
 
 
-def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler) -> None:
+def load_checkpoint(
+    path: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, part: str = "."
+) -> None:
     """Restore everything in place. Every rank calls it.
 
-    The number of ranks may differ from the one that saved. Raises `CheckpointError` when the checkpoint is torn or
-    belongs to another model.
+    part: the folder that holds this model. The number of ranks may differ from the one that saved. Raises
+    `CheckpointError` when the checkpoint is torn, has no such part, or belongs to another model.
     """
     if defect := _defect(path):
         raise CheckpointError(f"checkpoint {path} is torn: {defect}. Remove it to resume from the one before.")
+    path = path / part
+    if not path.is_dir():
+        raise CheckpointError(
+            f"checkpoint {path.parent} has no {part}: it was saved without one, and a fresh one would not fit to the "
+            "trained policy. Resume with the settings it was saved with, or start in another --ckpt.output_dir."
+        )
     try:
         # Collective on the default group: every rank. Tensors are filled in place.
         dcp.load(_tensors(model, optimizer), checkpoint_id=path / "model")

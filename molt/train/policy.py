@@ -1,7 +1,7 @@
 """The policy on one rank: batch → loss → step. No Ray: a worker process calls this class.
 
-The loss of a token is `-min(r A, clip(r) A) * c`, with `c` the importance coefficient of trainer
-against engine. It is blind to the estimator: an advantage arrives as one number per rollout or is
+The loss of a token is the policy loss times `c`, the importance coefficient of trainer against engine; KL, entropy and
+load balance are added to it. It is blind to the estimator: an advantage arrives as one number per rollout or is
 spread over a segment by a token estimator.
 """
 
@@ -15,21 +15,22 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from molt.algo.advantage import ADVANTAGES, whiten, whitening_sums
+from molt.algo.advantage import whiten, whitening_sums
 from molt.algo.importance import correction
-from molt.algo.loss import ppo
+from molt.algo.kl import kl_per_token
+from molt.algo.plugin import load_estimator, load_loss
 from molt.algo.ratio import log_ratio
 from molt.batch.collate import Batch, collate, gather, scatter
-from molt.batch.plan import RankPlan, SampleTask
-from molt.config import ActorConfig, AdvantageConfig, FsdpConfig, TrainConfig
+from molt.batch.plan import Place, RankPlan, SampleTask, Scores
+from molt.config import ActorConfig, AlgoConfig, FsdpConfig, TrainConfig
 from molt.models.build import build_policy
-from molt.parallel.mesh import all_reduce_sums, init_distributed, resolve_device, saving_group
+from molt.parallel.mesh import all_reduce_sums, init_distributed, resolve_device
 from molt.publish.gather import named_full_tensors
 from molt.report.metrics import merge
-from molt.train.checkpoint import export_hf, load_checkpoint, write_part, written
-from molt.train.optimizer import build_optimizer, build_scheduler
-from molt.train.step import dummy_batch, optimizer_step
-from molt.types import Metric, Sample
+from molt.train.checkpoint import export_hf
+from molt.train.score import Samples, lay_out, sample_of, score, tasks_of
+from molt.train.trained import Trained
+from molt.types import Metric
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class PolicySettings:
 
     actor: ActorConfig
     fsdp: FsdpConfig
-    advantage: AdvantageConfig
+    algo: AlgoConfig
     train: TrainConfig
     temperature: float
     max_len: int
@@ -54,44 +55,56 @@ class MicroBatch:
 
     batch: Batch
     mask: Tensor
+    segments: Tensor
     advantages: Tensor
     rollout_logprobs: Tensor
     weights: Tensor
-    old_logprobs: Tensor | None = None
+    shares: Tensor
+    """`[S]`, the weight of each sample as a whole."""
+    old_logprobs: Tensor | None
     """None: this is the first optimizer step of the training batch, so old = current, detached."""
+    ref_logprobs: Tensor | None
+    """None: there is no KL in the loss."""
 
 
-class Policy:
-    """Model, optimizer and schedule of one rank. Every method is collective: all ranks call it."""
+class Policy(Trained):
+    """Model, optimizer and schedule of one rank. Every method but `written` is collective: all ranks call it."""
 
     def __init__(self, settings: PolicySettings, rank: int, world_size: int, address: str, port: int, local_rank: int):
         torch.manual_seed(settings.train.seed)
         self.settings = settings
-        self.device = resolve_device(settings.fsdp.device, local_rank)
-        self.mesh = init_distributed(rank, world_size, address, port, self.device)
-        self.saving = saving_group()
-        self.model = build_policy(settings.actor, settings.fsdp, self.mesh, self.device, settings.max_len)
-        self.optimizer = build_optimizer(self.model, settings.actor)
-        self.scheduler = build_scheduler(self.optimizer, settings.actor, settings.total_steps)
+        device = resolve_device(settings.fsdp.device, local_rank)
+        mesh = init_distributed(rank, world_size, address, port, device)
+        model = build_policy(settings.actor, settings.fsdp, mesh, device, settings.max_len)
+        super().__init__(model, settings.actor, settings.total_steps, device, part=".")
+        self.estimator = load_estimator(settings.algo.advantage.estimator)
+        self.loss = load_loss(settings.algo.loss or settings.actor.loss_mode)
 
-    def train(self, plan: RankPlan, samples: Sequence[list[list[Sample]]], version: int) -> dict[str, Metric]:
-        """All optimizer steps of one training batch; `samples[g][r][s]` are the arrays the plan points to.
+    def prepare(
+        self, plan: RankPlan, samples: Samples, scores: dict[str, Scores], version: int, kl_coef: float
+    ) -> tuple[dict[str, Metric], Scores]:
+        """Everything that a training batch needs before its first step; `train` takes the steps.
 
-        Returns this rank's metrics: `train/*`, `ratio/*`, `staleness/*`.
+        scores: `ref_logprobs` and `values` of this rank's samples, where somebody needs them. Returns this rank's
+        metrics (`staleness/*`, `train/kl` if it is in the reward), and the returns `A + V` that a critic learns.
         """
-        token_advantages = self._advantages(plan, samples)
-        steps = [[self._micro_batch(b, samples, token_advantages) for b in batches] for batches in plan]
-        metrics = [_staleness(plan, samples, version)]
-        # The very first step runs at those weights anyway; a second epoch needs them for all.
-        self._compute_old_logprobs(steps if self.settings.train.max_epochs > 1 else steps[1:])
-        step = partial(
-            optimizer_step, self.model, self.optimizer, self.scheduler, max_norm=self.settings.actor.max_norm
-        )
-        for _ in range(self.settings.train.max_epochs):
-            metrics += [step(micro_batches, self._loss) for micro_batches in steps]
-        return merge(metrics)
+        algo, self.kl_coef = self.settings.algo, kl_coef
+        if algo.kl.ref == "rollout":
+            scores = scores | {"ref_logprobs": {t.at: sample_of(samples, t).logprobs for t in tasks_of(plan)}}
+        # The very first step runs at the weights of `old`; a second epoch, or a KL in the reward, needs it for all.
+        all_steps = self.settings.train.max_epochs > 1 or algo.kl_in_reward
+        old = self._score(plan if all_steps else plan[1:], samples)
+        metrics, advantages, returns = self._advantages(plan, samples, scores, old)
+        make = partial(self._micro_batch, samples=samples, advantages=advantages, old=old, scores=scores)
+        self.steps = [[make(tasks) if tasks else None for tasks in batches] for batches in plan]
+        return merge([metrics, _staleness(plan, samples, version)]), returns
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    def train(self) -> dict[str, Metric]:
+        """All optimizer steps of the prepared batch. Returns this rank's metrics: `train/*`, `ratio/*`."""
+        epochs = self.settings.train.max_epochs
+        return merge([self.step(step, self._loss) for _ in range(epochs) for step in self.steps])
+
+    def probe(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Log-probs float32 `[T]` of given tokens at temperature 1 (entry 0 is 0): the probe's trainer side."""
         batch = collate([np.asarray(ids) for ids in sequences], packed=self.settings.fsdp.packing_samples)
         with torch.no_grad():
@@ -102,114 +115,135 @@ class Policy:
         """The full weights under their Hugging Face names, in the engine's dtype."""
         return named_full_tensors(self.model, self.settings.engine_dtype)
 
-    def save(self, tmp: Path, background: bool) -> None:
-        """This rank's part of a checkpoint, as it is now; whoever owns the checkpoint commits it."""
-        state = (self.model, self.optimizer, self.scheduler)
-        self.part = write_part(tmp, *state, group=self.saving, background=background)
-
-    def written(self, tmp: Path) -> None:
-        """Wait until what `save` left to the background is on disk. The one method that is called from elsewhere."""
-        written(tmp, self.part)
-
-    def load(self, path: Path) -> None:
-        load_checkpoint(path, self.model, self.optimizer, self.scheduler)
-
     def export(self, tokenizer: Any, path: Path) -> None:
         export_hf(self.model, tokenizer, path)
 
-    def _advantages(self, plan: RankPlan, samples) -> dict[SampleTask, Tensor]:
-        """Per-token advantages of this rank's samples, whitened over the whole training batch if asked."""
-        config = self.settings.advantage
-        estimator = ADVANTAGES[config.estimator]
-        spread = {}
-        for task in _tasks(plan):
-            mask = torch.tensor(_sample(samples, task).mask)
-            if estimator.level == "token":
-                spread[task] = estimator.fn(task.reward, mask, gamma=config.gamma)
-            else:
-                spread[task] = torch.where(mask, task.advantage, 0.0)
-        if not estimator.whiten or config.no_whiten:
-            return spread
-        masks = {task: torch.tensor(_sample(samples, task).mask) for task in spread}
-        sums = sum((whitening_sums(spread[t], masks[t]) for t in spread), torch.zeros(3, dtype=torch.float64))
-        # Collective on the default group: every rank, once per training batch.
-        sums = all_reduce_sums(sums.to(self.device)).cpu()
-        return {task: whiten(spread[task], masks[task], sums) for task in spread}
+    def _score(self, plan: RankPlan, samples: Samples) -> Scores:
+        """`old`: log-probs at the weights the training batch started with."""
 
-    def _micro_batch(self, tasks: list[SampleTask], samples, token_advantages) -> MicroBatch | None:
-        if not tasks:
-            return None
-        chosen = [_sample(samples, task) for task in tasks]
-        batch = collate([s.token_ids for s in chosen], packed=self.settings.fsdp.packing_samples)
-        lay = partial(self._lay_out, batch)
+        def logprobs(batch: Batch, mask: Tensor | None) -> Tensor:
+            return self.model(batch, temperature=self.settings.temperature, needed=mask)[0]
+
+        return score(logprobs, plan, samples, packed=self.settings.fsdp.packing_samples)
+
+    def _advantages(
+        self, plan: RankPlan, samples: Samples, scores: dict[str, Scores], old: Scores
+    ) -> tuple[dict[str, Metric], dict[Place, Tensor], Scores]:
+        """Metrics, per-token advantages (whitened over the whole training batch if asked), and returns."""
+        config, estimator = self.settings.algo.advantage, self.estimator
+        masks = {task.at: torch.tensor(sample_of(samples, task).mask) for task in tasks_of(plan)}
+        spread, returns, kl, count = {}, {}, 0.0, 0
+        for task in tasks_of(plan):
+            at, mask = task.at, masks[task.at]
+            if estimator.level == "group":
+                spread[at] = torch.where(mask, task.advantage, 0.0)
+                continue
+            penalty = values = torch.zeros(len(mask), dtype=torch.float64)
+            if self.settings.algo.kl_in_reward:
+                pair = (torch.tensor(found[at], dtype=torch.float64) for found in (old, scores["ref_logprobs"]))
+                penalty = kl_per_token(*pair, self.settings.algo.kl.estimator) * mask
+                kl, count = kl + float(penalty.sum()), count + int(mask.sum())
+            if "values" in estimator.needs:
+                values = torch.tensor(scores["values"][at], dtype=torch.float64)
+            discounts = {"gamma": config.gamma, "lam": config.lam}
+            spread[at] = estimator.fn(task.reward, mask, kl=self.kl_coef * penalty, values=values, **discounts)
+            if "values" in estimator.needs:
+                returns[at] = torch.where(mask, spread[at] + values, 0.0).float().numpy()
+        metrics = {"train/kl": Metric(kl, count)} if self.settings.algo.kl_in_reward else {}
+        if estimator.whiten and not config.no_whiten:
+            sums = sum((whitening_sums(spread[at], masks[at]) for at in spread), torch.zeros(3, dtype=torch.float64))
+            # Collective on the default group: every rank, once per training batch.
+            sums = all_reduce_sums(sums.to(self.device)).cpu()
+            spread = {at: whiten(spread[at], masks[at], sums) for at in spread}
+        return metrics, spread, returns
+
+    def _micro_batch(
+        self,
+        tasks: list[SampleTask],
+        samples: Samples,
+        advantages: dict[Place, Tensor],
+        old: Scores,
+        scores: dict[str, Scores],
+    ) -> MicroBatch:
+        batch, mask = lay_out(tasks, samples, packed=self.settings.fsdp.packing_samples)
+
+        def lay(arrays: Any) -> Tensor:
+            """By sample, or in their order, as `[B, T]` on the device."""
+            ordered = [arrays[task.at] for task in tasks] if isinstance(arrays, dict) else arrays
+            return scatter(batch, ordered).to(self.device)
+
+        chosen = [sample_of(samples, task) for task in tasks]
         return MicroBatch(
             batch=batch,
-            mask=lay([s.mask for s in chosen]),
-            advantages=lay([token_advantages[task] for task in tasks]),
-            rollout_logprobs=lay([s.logprobs for s in chosen]),
-            weights=lay([np.float32(t.weight) * s.mask for t, s in zip(tasks, chosen, strict=True)]),
+            mask=mask.to(self.device),
+            segments=batch.segments.to(self.device),
+            advantages=lay(advantages),
+            rollout_logprobs=lay([sample.logprobs for sample in chosen]),
+            weights=lay([np.float32(task.weight) * s.mask for task, s in zip(tasks, chosen, strict=True)]),
+            shares=torch.tensor([task.share for task in tasks], device=self.device),
+            old_logprobs=lay(old) if tasks[0].at in old else None,
+            ref_logprobs=lay(scores["ref_logprobs"]) if self.settings.algo.kl.use_loss and self.kl_coef else None,
         )
 
-    def _lay_out(self, batch: Batch, arrays: Sequence[np.ndarray | Tensor]) -> Tensor:
-        return scatter(batch, arrays).to(self.device)
-
-    @torch.no_grad()
-    def _compute_old_logprobs(self, steps: list[list[MicroBatch | None]]) -> None:
-        """`old` = log-probs at the weights the training batch started with, for all its steps and epochs."""
-        for micro_batch in (m for step in steps for m in step):
-            # Every rank runs the same number of forwards: FSDP gathers parameters in each of them.
-            batch, mask = (micro_batch.batch, micro_batch.mask) if micro_batch else (dummy_batch(), None)
-            logprobs, _ = self.model(batch, temperature=self.settings.temperature, needed=mask)
-            if micro_batch:
-                micro_batch.old_logprobs = logprobs
-
     def _loss(self, model: nn.Module, m: MicroBatch) -> tuple[Tensor, dict[str, Metric]]:
-        """`sum(weight * ppo * coefficient)` over the trained tokens of a micro-batch."""
-        advantage = self.settings.advantage
-        logprobs, entropy = model(m.batch, temperature=self.settings.temperature, needed=m.mask)
+        """`sum(weight * (policy * c + beta KL - entropy_coef H))`, and the load balance, of a micro-batch."""
+        actor, kl = self.settings.actor, self.settings.algo.kl
+        balance = {"balance": True} if actor.aux_loss_coef else {}
+        logprobs, entropy, *of_experts = model(m.batch, temperature=self.settings.temperature, needed=m.mask, **balance)
         old = logprobs.detach() if m.old_logprobs is None else m.old_logprobs
-        low, high = self.settings.actor.eps_clip_low_high
-        loss, clipped = ppo(logprobs, old, m.advantages, low=low, high=high)
-        count = float(m.mask.sum())
-        metrics = {}
-        if advantage.is_correction_level != "off":
-            low, high = advantage.is_correction_threshold
+        low, high = actor.eps_clip_low_high
+        loss, clipped = self.loss.fn(
+            logprobs, old, m.advantages, m.mask, m.segments, low=low, high=high, dual_clip=actor.dual_clip
+        )
+        coefficient, metrics = self._correction(old, m)
+        loss, count = loss * coefficient, float(m.mask.sum())
+        if m.ref_logprobs is not None:
+            per_token = kl_per_token(logprobs, m.ref_logprobs, kl.estimator, from_reference=kl.ref == "rollout")
+            loss = loss + self.kl_coef * per_token
+            metrics["train/kl"] = Metric(float((per_token.detach() * m.mask).sum()), count)
+        if actor.entropy_coef:
+            loss = loss - actor.entropy_coef * entropy
+        total = (m.weights * loss).sum()
+        if of_experts:
+            balance = (m.shares * of_experts[0]).sum()
+            total = total + actor.aux_loss_coef * balance
+            metrics["train/balance_loss"] = Metric(float(of_experts[0].detach().sum()), len(m.shares))
+        metrics |= {
+            "train/clip_fraction": Metric(float((clipped & m.mask).sum()), count),
+            "train/entropy": Metric(float((entropy.detach() * m.mask).sum()), count),
+        }
+        return total, metrics
+
+    def _correction(self, old: Tensor, m: MicroBatch) -> tuple[Tensor | float, dict[str, Metric]]:
+        """The importance coefficient of every token, and `ratio/*`."""
+        config, count, coefficient, metrics = self.settings.algo.advantage, float(m.mask.sum()), 1.0, {}
+        if config.is_correction_level != "off":
+            low, high = config.band
             coefficient, inside = correction(
                 old,
                 m.rollout_logprobs,
                 m.mask,
-                m.batch.segments.to(self.device),
-                level=advantage.is_correction_level,
-                mode=advantage.is_correction_mode,
+                m.segments,
+                level=config.is_correction_level,
+                mode=config.is_correction_mode,
+                gating=config.is_correction_gating,
                 low=low,
                 high=high,
             )
-            loss = loss * coefficient
             metrics["ratio/filtered_fraction"] = Metric(float((m.mask & ~inside).sum()), count)
         log_w = (log_ratio(old_logprobs=old, rollout_logprobs=m.rollout_logprobs) * m.mask).double()
-        metrics |= {
+        return coefficient, metrics | {
             "ratio/mean": Metric(float((log_w.exp() * m.mask).sum()), count),
             "ratio/log_abs_mean": Metric(float(log_w.abs().sum()), count),
             "ratio/log_abs_max": Metric(float(log_w.abs().max())),
-            "train/clip_fraction": Metric(float((clipped & m.mask).sum()), count),
-            "train/entropy": Metric(float((entropy * m.mask).sum()), count),
         }
-        return (m.weights * loss).sum(), metrics
 
 
-def _tasks(plan: RankPlan) -> Iterator[SampleTask]:
-    return (task for step in plan for micro_batch in step for task in micro_batch)
-
-
-def _sample(samples, task: SampleTask) -> Sample:
-    return samples[task.group][task.rollout][task.segment]
-
-
-def _staleness(plan: RankPlan, samples, version: int) -> dict[str, Metric]:
+def _staleness(plan: RankPlan, samples: Samples, version: int) -> dict[str, Metric]:
     """In batches, per trained token: the version being trained minus the token's."""
     total, count, oldest = 0, 0, 0
-    for task in _tasks(plan):
-        sample = _sample(samples, task)
+    for task in tasks_of(plan):
+        sample = sample_of(samples, task)
         ages = version - sample.versions[sample.mask]
         total, count, oldest = total + int(ages.sum()), count + len(ages), max(oldest, int(ages.max()))
     return {"staleness/mean": Metric(total, count), "staleness/max": Metric(oldest)}

@@ -1,69 +1,63 @@
-"""Policy ranks as Ray actors, and all of them together as the driver sees them."""
+"""Policy, critic and reference ranks as Ray actors, and all ranks of the policy as the driver sees them."""
 
-import asyncio
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayError
 
-from molt.batch.plan import RankPlan
+from molt.batch.plan import RankPlan, Scores
 from molt.chat.render import load_tokenizer
-from molt.errors import PublicationError, TrainingError
+from molt.errors import PublicationError
 from molt.publish.transfer import build_sender
 from molt.report.metrics import merge
-from molt.train.policy import Policy, PolicySettings
+from molt.train.rank_worker import Ranks, RankWorker, ScoreRefs, TrainedWorker, fetch, fetch_scores
 from molt.types import Metric
 
 
+@ray.remote
+class ReferenceWorker(RankWorker):
+    """One rank of the frozen reference."""
+
+
 @ray.remote(concurrency_groups={"saving": 1})
-class PolicyWorker:
-    """One rank. Methods run one after another, in the order the driver calls them; `written` runs beside them."""
+class CriticWorker(TrainedWorker):
+    """One rank of the critic."""
 
-    def address(self) -> tuple[str, int]:
-        """A host and free port where the ranks can meet; asked of rank 0."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+    def train(self, returns: list[ray.ObjectRef]) -> dict[str, Metric]:
+        return self.model.train(fetch_scores(returns))
 
-    def start(self, settings: PolicySettings, rank: int, world_size: int, address: str, port: int, local_rank: int):
-        """Build the model; returns when all ranks have."""
-        self.policy = Policy(settings, rank, world_size, address, port, local_rank)
-        self.rank = rank
+
+@ray.remote(concurrency_groups={"saving": 1})
+class PolicyWorker(TrainedWorker):
+    """One rank of the policy."""
 
     def connect(self, engines: Sequence[Any], backend: str, engine_workers: int, timeout_s: float) -> None:
         """Meet the engines."""
         client = RayEngineClient(engines, timeout_s)
         self.sender = build_sender(
-            backend, client=client, source=self.policy.named_tensors, rank=self.rank, engine_workers=engine_workers
+            backend, client=client, source=self.model.named_tensors, rank=self.rank, engine_workers=engine_workers
         )
 
-    def train(self, plan: RankPlan, groups: dict[int, ray.ObjectRef], version: int) -> dict[str, Metric]:
-        """One training batch; `groups` holds the references this rank's plan needs, by index in the batch."""
-        samples = dict(zip(groups, ray.get(list(groups.values())), strict=True))
-        return self.policy.train(plan, samples, version)
+    def prepare(
+        self, plan: RankPlan, groups: dict[int, ray.ObjectRef], scores: ScoreRefs, version: int, kl_coef: float
+    ) -> tuple[dict[str, Metric], Scores]:
+        found = {name: fetch_scores(refs) for name, refs in scores.items()}
+        return self.model.prepare(plan, fetch(groups), found, version, kl_coef)
+
+    def train(self) -> dict[str, Metric]:
+        return self.model.train()
 
     def send_weights(self) -> dict[str, int]:
         return self.sender.send()
 
-    def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
-        return self.policy.score(sequences)
-
-    def save(self, tmp: Path, background: bool) -> None:
-        self.policy.save(tmp, background)
-
-    @ray.method(concurrency_group="saving")
-    def written(self, tmp: Path) -> None:
-        self.policy.written(tmp)
-
-    def load(self, path: Path) -> None:
-        self.policy.load(path)
+    def probe(self, sequences: list[list[int]]) -> list[np.ndarray]:
+        return self.model.probe(sequences)
 
     def export(self, model: str, chat_template: str | None, path: Path) -> None:
-        self.policy.export(load_tokenizer(model, chat_template), path)
+        self.model.export(load_tokenizer(model, chat_template), path)
 
 
 class RayEngineClient:
@@ -95,54 +89,38 @@ class RayEngineClient:
             ) from error
 
 
-class PolicyRanks:
-    """All ranks of the policy: every call reaches each of them and waits for all, within a deadline."""
+class CriticRanks(Ranks):
+    """All ranks of the critic."""
 
-    def __init__(self, workers: Sequence[Any], *, timeout_s: float):
-        self.workers, self.timeout_s = list(workers), timeout_s
+    async def train(self, returns: list[ray.ObjectRef]) -> dict[str, Metric]:
+        return merge(await self.all([w.train.remote(returns) for w in self.workers]))
 
-    async def train(
-        self, plans: Sequence[RankPlan], groups: Sequence[ray.ObjectRef], version: int
-    ) -> dict[str, Metric]:
-        """Run every rank's plan; the merged metrics of all ranks."""
-        calls = []
-        for worker, plan in zip(self.workers, plans, strict=True):
-            needed = {task.group for step in plan for micro_batch in step for task in micro_batch}
-            calls.append(worker.train.remote(plan, {g: groups[g] for g in sorted(needed)}, version))
-        per_rank = await self._all(calls)
+
+class PolicyRanks(Ranks):
+    """All ranks of the policy."""
+
+    async def prepare(
+        self,
+        plans: Sequence[RankPlan],
+        groups: Sequence[ray.ObjectRef],
+        scores: ScoreRefs,
+        version: int,
+        kl_coef: float,
+    ) -> tuple[dict[str, Metric], list[ray.ObjectRef]]:
+        """Everything that a batch needs before its first step: the metrics of all ranks, and what a critic learns."""
+        per_rank, returns = await self.both(lambda worker: worker.prepare, plans, groups, scores, version, kl_coef)
+        return merge(per_rank), returns
+
+    async def train(self) -> dict[str, Metric]:
+        """The steps of the prepared batch; the merged metrics of all ranks."""
         # What the step reduced over ranks is the same on each of them; the rest is a rank's own share.
-        return merge(per_rank)
+        return merge(await self.all([w.train.remote() for w in self.workers]))
 
     async def send_weights(self) -> dict[str, int]:
-        return (await self._all([w.send_weights.remote() for w in self.workers]))[0]
+        return (await self.all([w.send_weights.remote() for w in self.workers]))[0]
 
-    async def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
-        return (await self._all([w.score.remote(sequences) for w in self.workers]))[0]
-
-    async def save(self, tmp: Path, background: bool) -> None:
-        """Every rank's part of a checkpoint; with `background` it is on disk when `written` returns."""
-        await self._all([w.save.remote(tmp, background) for w in self.workers])
-
-    async def written(self, tmp: Path) -> None:
-        await self._all([w.written.remote(tmp) for w in self.workers])
-
-    async def load(self, path: Path) -> None:
-        await self._all([w.load.remote(path) for w in self.workers])
+    async def probe(self, sequences: list[list[int]]) -> list[np.ndarray]:
+        return (await self.all([w.probe.remote(sequences) for w in self.workers]))[0]
 
     async def export(self, model: str, chat_template: str | None, path: Path) -> None:
-        await self._all([w.export.remote(model, chat_template, path) for w in self.workers])
-
-    async def _all(self, calls: list[ray.ObjectRef]) -> list[Any]:
-        try:
-            async with asyncio.timeout(self.timeout_s):
-                return await asyncio.gather(*calls)
-        except TimeoutError:
-            raise TrainingError(
-                f"the policy ranks did not answer within {self.timeout_s:.0f} s: the run cannot go on. Look for a rank "
-                "that waits for another one, then resume with --ckpt.load_enable."
-            ) from None
-        except RayActorError as error:
-            raise TrainingError(
-                f"a policy rank died ({error}): its part of the weights is gone. Free memory if the system killed it, "
-                "then resume with --ckpt.load_enable."
-            ) from error
+        await self.all([w.export.remote(model, chat_template, path) for w in self.workers])

@@ -41,9 +41,9 @@ def test_a_good_file_gives_a_runner_of_its_env(tmp_path):
 
 def test_a_missing_file_names_the_nearest(tmp_path):
     write(tmp_path, GOOD, "agent.py")
-    with pytest.raises(AgentError, match=r"agnet.py\) is not a file.*Did you mean 'agent.py'"):
+    with pytest.raises(AgentError, match=r"`train.agent_path` \(=.*agnet.py\) is not a file.*Did you mean 'agent.py'"):
         load_runner(str(tmp_path / "agnet.py"))
-    with pytest.raises(AgentError, match="is not a file: there is no agent to run"):
+    with pytest.raises(AgentError, match="is not a file: there is nothing to run. Give the path"):
         load_runner(str(tmp_path / "nowhere" / "agent.py"))
     with pytest.raises(AgentError, match="is not a file"):
         load_runner(str(tmp_path))

@@ -1,6 +1,7 @@
 """Estimators against a float64 reference written from docs/algorithms.md with plain loops."""
 
 import math
+import time
 
 import numpy as np
 import pytest
@@ -8,15 +9,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from molt.algo.advantage import ADVANTAGES, whiten, whitening_sums
+from molt.algo.advantage import ADVANTAGES, GroupContext, discounted_sums, whiten, whitening_sums
 
 GROUP = [name for name, estimator in ADVANTAGES.items() if estimator.level == "group"]
+TOKEN = [name for name, estimator in ADVANTAGES.items() if estimator.level == "token"]
 
 
 def reference_group(name, rewards, groups):
     out = np.zeros(len(rewards))
     for i, reward in enumerate(rewards):
-        mine = [r for r, g in zip(rewards, groups, strict=True) if g == groups[i]]
+        mine = [r for r, g in zip(rewards, groups, strict=True) if g == groups[i] or name == "flash_reinforce"]
         n = len(mine)
         mean = sum(mine) / n
         if n == 1:
@@ -31,12 +33,22 @@ def reference_group(name, rewards, groups):
     return out
 
 
-def reference_reinforce(reward, mask, gamma):
-    out, follow = np.zeros(len(mask)), None
-    for t in reversed(range(len(mask))):
-        if mask[t]:
-            follow = reward if follow is None else gamma * follow
-            out[t] = follow
+def reference_token(name, reward, mask, kl, values, gamma, lam):
+    """By the definition: every sum over what follows is written out, token by token."""
+    generated = [t for t in range(len(mask)) if mask[t]]
+    r = {t: -kl[t] + (reward if t == generated[-1] else 0.0) for t in generated}
+    out = np.zeros(len(mask))
+    for i, t in enumerate(generated):
+        if name == "on_policy_distill":
+            out[t] = -kl[t]
+            continue
+        for distance, u in enumerate(generated[i:]):
+            if name == "reinforce":
+                out[t] += gamma**distance * r[u]
+                continue
+            following = generated[i + distance + 1 :]
+            delta = r[u] + (gamma * values[following[0]] if following else 0.0) - values[u]
+            out[t] += (gamma * lam) ** distance * delta
     return out
 
 
@@ -83,23 +95,115 @@ def test_group_estimators_by_hand():
 @pytest.mark.parametrize("name", GROUP)
 def test_no_signal_is_exactly_zero(name):
     # 0.1 summed three times is 0.30000000000000004: a naive mean would leave a residue.
-    assert run(name, [0.1, 0.1, 0.1, -0.7], [0, 0, 0, 1]).tolist() == [0, 0, 0, 0]
+    other = 0.1 if name == "flash_reinforce" else -0.7
+    assert run(name, [0.1, 0.1, 0.1, other], [0, 0, 0, 1]).tolist() == [0, 0, 0, 0]
     assert run(name, [], []).shape == (0,)
 
 
-@given(st.floats(-10, 10), st.lists(st.booleans(), max_size=30), st.sampled_from([1.0, 0.99, 0.5]))
-def test_reinforce_matches_the_reference(reward, mask, gamma):
-    got = ADVANTAGES["reinforce"].fn(reward, torch.tensor(mask, dtype=torch.bool), gamma=gamma)
-    assert got.dtype == torch.float32
-    np.testing.assert_allclose(got.numpy(), reference_reinforce(reward, mask, gamma), rtol=1e-6, atol=1e-6)
+def test_flash_reinforce_by_hand_compares_with_the_whole_batch():
+    # Mean of 1, 5, 0, 2 is 2, whatever the groups; a group with fewer rollouts than the other changes nothing.
+    assert run("flash_reinforce", [1.0, 5.0, 0.0, 2.0], [0, 0, 0, 9]).tolist() == [-1, 3, -2, 0]
+    assert run("flash_reinforce", [3.0], [4]).tolist() == [0]
+
+
+@pytest.mark.parametrize("name", GROUP)
+def test_the_built_in_group_estimators_ignore_the_context(name):
+    pair = torch.tensor([1.0, 0.0, 2.0], dtype=torch.float64), torch.tensor([0, 0, 1])
+    ctx = GroupContext(pair[0] * 7, torch.tensor([1, 90, 3]), torch.tensor([True, False, True]))
+    assert ADVANTAGES[name].fn(*pair, ctx).tolist() == ADVANTAGES[name].fn(*pair).tolist()
+
+
+def token_level(name, reward, mask, kl=None, values=None, gamma=1.0, lam=1.0):
+    kl, values = (torch.zeros(len(mask)).double() if x is None else torch.tensor(x).double() for x in (kl, values))
+    mask = torch.tensor(mask, dtype=torch.bool)
+    return ADVANTAGES[name].fn(reward, mask, kl=kl, values=values, gamma=gamma, lam=lam)
+
+
+unit = st.floats(-3, 3)
+one_segment = st.lists(st.tuples(st.booleans(), unit, unit), max_size=25).map(
+    lambda rows: list(zip(*rows, strict=True)) or [()] * 3
+)
+discount = st.sampled_from([1.0, 0.99, 0.5])
+
+
+@pytest.mark.parametrize("name", TOKEN)
+@given(st.lists(one_segment, min_size=1, max_size=4), st.floats(-10, 10), discount, st.sampled_from([0.0, 0.95, 1.0]))
+def test_token_estimators_match_the_reference_on_every_segment_of_a_rollout(name, segments, reward, gamma, lam):
+    for mask, kl, values in segments:
+        got = token_level(name, reward, mask, kl, values, gamma, lam)
+        assert got.dtype == torch.float32 and got.shape == (len(mask),)
+        expected = reference_token(name, reward, mask, kl, values, gamma, lam)
+        np.testing.assert_allclose(got.numpy(), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_reinforce_by_hand_sees_through_a_tool_output():
     # prompt, 2 generated, 2 tool tokens, 1 generated: R = 8 at the last, halved once per generated token before it.
-    mask = torch.tensor([False, True, True, False, False, True])
-    assert ADVANTAGES["reinforce"].fn(8.0, mask, gamma=0.5).tolist() == [0, 2, 4, 0, 0, 8]
-    assert ADVANTAGES["reinforce"].fn(8.0, torch.tensor([True]), gamma=0.5).tolist() == [8]
-    assert ADVANTAGES["reinforce"].fn(8.0, torch.tensor([False, False]), gamma=0.5).tolist() == [0, 0]
+    mask = [False, True, True, False, False, True]
+    assert token_level("reinforce", 8.0, mask, gamma=0.5).tolist() == [0, 2, 4, 0, 0, 8]
+    assert token_level("reinforce", 8.0, [True], gamma=0.5).tolist() == [8]
+    assert token_level("reinforce", 8.0, [False, False], gamma=0.5).tolist() == [0, 0]
+
+
+def test_reinforce_with_kl_by_hand():
+    # r = -1, -2, 8 - 4 on the generated tokens: 4; -2 + 4/2 = 0; -1 + 0/2 = -1. The KL of the tool token is no one's.
+    kl, mask = [0.0, 1.0, 2.0, 100.0, 4.0], [False, True, True, False, True]
+    assert token_level("reinforce", 8.0, mask, kl, gamma=0.5).tolist() == [0, -1, 0, 0, 4]
+
+
+def test_gae_by_hand():
+    # Generated: V = 1, 2, 4 and r = 0, -1, 8; gamma = lam = 1/2, so gamma lam = 1/4.
+    # delta: 0 + 2/2 - 1 = 0; -1 + 4/2 - 2 = -1; 8 + 0 - 4 = 4. A: 4; -1 + 4/4 = 0; 0 + 0/4 = 0.
+    mask, kl, values = [True, False, True, True], [0.0, 50.0, 1.0, 0.0], [1.0, 99.0, 2.0, 4.0]
+    assert token_level("gae", 8.0, mask, kl, values, 0.5, 0.5).tolist() == [0, 0, 0, 4]
+    # lam = 0 leaves delta; lam = 1 the discounted return less V: 8; -1 + 8/2 = 3; 0 + 3/2 = 1.5 -> 0.5, 1, 4.
+    assert token_level("gae", 8.0, mask, kl, values, 0.5, 0.0).tolist() == [0, 0, -1, 4]
+    assert token_level("gae", 8.0, mask, kl, values, 0.5, 1.0).tolist() == [0.5, 0, 1, 4]
+    assert token_level("gae", 8.0, [True], values=[3.0], gamma=0.5, lam=0.5).tolist() == [5]
+
+
+def test_on_policy_distill_by_hand_uses_no_reward():
+    kl, mask = [9.0, 0.5, -2.0], [False, True, True]
+    assert token_level("on_policy_distill", 8.0, mask, kl, gamma=0.5).tolist() == [0, -0.5, 2]
+
+
+@given(one_segment.filter(lambda s: any(s[0])), st.floats(-10, 10), discount)
+def test_gae_with_lam_1_is_reinforce_less_the_value(segment, reward, gamma):
+    """The returns `A + V` do not depend on the critic then: its target is what really came."""
+    mask, kl, values = segment
+    returns = token_level("gae", reward, mask, kl, values, gamma, 1.0) + torch.tensor(values) * torch.tensor(mask)
+    np.testing.assert_allclose(returns, token_level("reinforce", reward, mask, kl, gamma=gamma), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", TOKEN)
+@pytest.mark.parametrize("mask", [[], [False], [False] * 5])
+def test_a_segment_without_generated_tokens_is_all_zero(name, mask):
+    ones = [1.0] * len(mask)
+    assert token_level(name, 8.0, mask, ones, ones).tolist() == [0.0] * len(mask)
+
+
+def test_gae_of_100_000_tokens_matches_the_loop_and_is_fast():
+    rng, n = np.random.default_rng(0), 100_000
+    mask, kl, values = rng.random(n) < 0.7, rng.normal(size=n) / 10, rng.normal(size=n)
+    expected, following = np.zeros(n), (0.0, 0.0, 1.0)
+    for t in np.flatnonzero(mask)[::-1]:
+        value, advantage, reward = following
+        expected[t] = reward - kl[t] + 0.999 * value - values[t] + 0.999 * 0.95 * advantage
+        following = values[t], expected[t], 0.0
+    began = time.process_time()
+    got = token_level("gae", 1.0, mask, kl, values, 0.999, 0.95)
+    assert time.process_time() - began < 0.5  # the loop over tensors would take seconds
+    np.testing.assert_allclose(got.numpy(), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 3, 4, 7, 8, 9, 1000])
+@pytest.mark.parametrize("discount", [0.0, 0.25, 1.0])
+def test_discounted_sums_match_the_loop_at_every_length(n, discount):
+    x, expected, after = torch.arange(1.0, n + 1).double(), [], 0.0
+    for value in reversed(x.tolist()):
+        after = value + discount * after
+        expected.insert(0, after)
+    assert discounted_sums(x, discount).tolist() == pytest.approx(expected, rel=1e-12)
+    assert x.tolist() == list(range(1, n + 1))  # the input stays
 
 
 segment = st.lists(st.tuples(st.floats(-20, 20, width=32), st.booleans()), min_size=1, max_size=12)
@@ -133,5 +237,10 @@ def test_whitening_without_signal_is_zero_and_never_nan():
 
 
 def test_every_estimator_is_a_complete_row():
-    assert {name for name, e in ADVANTAGES.items() if e.whiten} == {"reinforce", "reinforce_baseline"}
+    assert {name for name, e in ADVANTAGES.items() if e.whiten} == {"reinforce", "reinforce_baseline", "gae"}
     assert all(e.formula for e in ADVANTAGES.values())
+    assert {name: e.needs for name, e in ADVANTAGES.items() if e.needs} == {
+        "gae": ("values",),
+        "on_policy_distill": ("ref_logprobs",),
+    }
+    assert set(ADVANTAGES) == set(GROUP) | set(TOKEN)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from molt.algo.importance import FORMULAS, MODES, correction
+from molt.algo.importance import GATINGS, MODES, correction, describe
 from molt.batch.collate import collate, gather, scatter
 from molt.config import AdvantageConfig
 from molt.errors import TrainingError
@@ -129,6 +129,97 @@ def test_a_nan_is_an_error_that_names_its_tensor(position):
         correction(*pair, torch.ones(2).bool(), one, level="geo", mode="mask", low=0.5, high=5.0)
 
 
-def test_every_level_that_can_be_chosen_has_a_formula():
-    chosen = AdvantageConfig.__annotations__["is_correction_level"].__args__
-    assert set(FORMULAS) == set(chosen) - {"off"}
+def divergence(gating, old, rollout):
+    """In float64, with 0 ln 0 = 0 and logarithms of at most 30."""
+    p, q = math.exp(rollout), math.exp(old)
+    if gating == "tv":
+        return abs(p - q)
+    first = p * min(max(rollout - old, -30.0), 30.0)
+    rest_p, rest_q = -math.expm1(rollout), -math.expm1(old)
+    if rest_p == 0:
+        return first
+    return first + rest_p * (30.0 if rest_q == 0 else min(max(math.log(rest_p / rest_q), -30.0), 30.0))
+
+
+certain = st.sampled_from([0.0, -1e-9, -1e-17, -50.0])
+any_token = st.one_of(token, st.tuples(certain | near, certain | near, st.booleans()))
+any_sample = st.lists(any_token, min_size=1, max_size=12).map(lambda tokens: tuple(zip(*tokens, strict=True)))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("level", ["token", "seq"])
+@pytest.mark.parametrize("gating", GATINGS)
+@given(st.lists(any_sample, min_size=1, max_size=5), st.floats(0, 0.02), st.floats(0.03, 0.7))
+def test_every_gate_matches_the_reference(gating, level, packed, samples, low, high):
+    coefficient, inside = corrected(samples, packed, level=level, mode="mask", low=low, high=high, gating=gating)
+    for ours, kept, (old, rollout, mask) in zip(coefficient, inside, samples, strict=True):
+        statistics = [divergence(gating, *pair) for pair in zip(old, rollout, strict=True)]
+        if level == "seq":
+            trained = [x for x, m in zip(statistics, mask, strict=True) if m]
+            statistics = [sum(trained) / max(1, len(trained))] * len(old)
+        assume(not any(math.isclose(x, bound, rel_tol=1e-6) for x in statistics for bound in (low, high)))
+        expected = [m and low <= max(x, 0.0) <= high for x, m in zip(statistics, mask, strict=True)]
+        w = np.exp(np.clip(np.subtract(old, rollout), -30, 30))
+        np.testing.assert_allclose(ours, np.where(expected, w, 0), rtol=1e-6, atol=1e-6)
+        assert kept == expected
+
+
+def test_the_gates_by_hand():
+    # p = 1/2, q = 1/4: KL = 1/2 ln 2 + 1/2 ln((1/2) / (3/4)) = 1/2 ln(4/3) = 0.14384; tv 1/4.
+    # p = q = 0.3: 0. p = 1, q = 1/2: ln 2 = 0.69315 and tv 1/2. p = 0.8, q = 1: 0.8 ln 0.8 + 0.2 * 30 = 5.82, tv 0.2.
+    rollout, old = (torch.tensor(x, dtype=torch.float64).log() for x in ([0.5, 0.3, 1.0, 0.8], [0.25, 0.3, 0.5, 1.0]))
+    statistics = {
+        "binary_kl": [math.log(4 / 3) / 2, 0, math.log(2), 0.8 * math.log(0.8) + 6],
+        "tv": [1 / 4, 0, 1 / 2, 0.2],
+    }
+    for gating, expected in statistics.items():
+        assert GATINGS[gating](rollout, old).tolist() == pytest.approx(expected, abs=1e-12)
+    mask, one, settings = torch.ones(4).bool(), torch.zeros(4).long(), {"mode": "mask", "low": 0.0}
+    run = lambda **more: correction(old, rollout, mask, one, **settings, **more)[0].tolist()  # noqa: E731
+    w = [0.5, 1, 0.5, 1.25]
+    assert run(level="token", gating="binary_kl", high=0.2) == pytest.approx([0.5, 1, 0, 0])
+    assert run(level="token", gating="tv", high=0.3) == pytest.approx([0.5, 1, 0, 1.25])
+    # The mean of 1/4, 0, 1/2, 1/5 is 0.2375.
+    assert run(level="seq", gating="tv", high=0.24) == pytest.approx(w)
+    assert run(level="seq", gating="tv", high=0.23) == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("gating", GATINGS)
+def test_a_gate_is_finite_and_keeps_what_agrees_at_any_probability(gating):
+    edges = [0.0, -1e-17, -1e-8, -0.3, -1.0, -29.0, -800.0]
+    pairs = torch.tensor([(a, b) for a in edges for b in edges], dtype=torch.float64).T
+    assert GATINGS[gating](*pairs).isfinite().all() and (GATINGS[gating](*pairs) >= 0).all()
+    # A float32 log-softmax may round to above 0, where 1 - p has no logarithm.
+    same = torch.tensor([*edges, 6e-8, -0.1, -0.7], dtype=torch.float32)
+    everything = torch.ones(len(same)).bool(), torch.zeros(len(same)).long()
+    settings = {"level": "token", "mode": "mask", "low": 0.0, "high": 0.1, "gating": gating}
+    assert correction(same, same, *everything, **settings)[0].tolist() == [1] * len(same)
+    # p = 0: nothing of it was sampled.
+    impossible, likely = torch.tensor([-math.inf]), torch.tensor([-0.5])
+    for pair in (impossible, likely), (likely, impossible):
+        coefficient, _ = correction(*pair, everything[0][:1], everything[1][:1], **settings)
+        assert coefficient.tolist() == [0]
+
+
+@pytest.mark.parametrize("gating", ["ratio", *GATINGS])
+@pytest.mark.parametrize("level", ["token", "seq"])
+def test_a_sample_that_is_not_trained_has_no_coefficient(gating, level):
+    samples = [([-1.0, -2.0], [-1.0, -2.0], [False, False]), ([-1.0], [-1.0], [True])]
+    settings = {"level": level, "mode": "mask", "low": 0.0, "high": 2.0, "gating": gating}
+    assert corrected(samples, True, **settings) == [[[0, 0], [1]], [[False, False], [True]]]
+
+
+@pytest.mark.parametrize(("settings", "words"), [
+    (("token", "mask", "ratio"), "mask(w, 0, 0.5)"),
+    (("token", "trunc", "ratio"), "trunc(w, 0, 0.5)"),
+    (("seq", "mask", "ratio"), "w if 0 <= exp(sum of log w over the sample) <= 0.5 else 0"),
+    (("geo", "mask", "ratio"), "w if 0 <= exp(mean of log w over the sample) <= 0.5 else 0"),
+    (("token", "mask", "tv"), "w if 0 <= tv(exp(rollout), exp(old)) <= 0.5 else 0"),
+    (("seq", "mask", "binary_kl"), "w if 0 <= mean of binary_kl(exp(rollout), exp(old)) over the sample <= 0.5 else 0"),
+])  # fmt: skip
+def test_the_coefficient_in_words(settings, words):
+    assert describe(*settings, 0.0, 0.5) == words
+
+
+def test_every_gate_that_can_be_chosen_exists():
+    assert {"ratio", *GATINGS} == set(AdvantageConfig.__annotations__["is_correction_gating"].__args__)

@@ -1,70 +1,201 @@
+"""Every loss against a float64 reference with plain loops, its gradient against the formula or finite differences."""
+
 import math
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from molt.algo.loss import ppo
+from molt.algo.loss import LOSSES, cispo, gspo, ppo
+from molt.batch.collate import collate, gather, scatter
+from molt.config import ActorConfig
 from molt.errors import TrainingError
 
 
-def reference(logprobs, old, advantages, low, high):
-    loss, clipped = [], []
-    for new, before, advantage in zip(logprobs, old, advantages, strict=True):
-        ratio = math.exp(min(max(new - before, -30.0), 30.0))
-        bounded = min(max(ratio, 1 - low), 1 + high)
-        loss.append(-min(ratio * advantage, bounded * advantage))
-        clipped.append(bounded * advantage < ratio * advantage)
-    return loss, clipped
+def bounded_log_ratio(new, before):
+    return min(max(new - before, -30.0), 30.0)
 
 
-token = st.tuples(st.floats(-40, 0), st.floats(-40, 0), st.floats(-5, 5))
+def reference(name, samples, low, high, dual_clip):
+    """Per sample `(losses, clipped)`, token by token."""
+    out = []
+    for logprobs, old, advantages, mask in samples:
+        logs = [bounded_log_ratio(*pair) for pair in zip(logprobs, old, strict=True)]
+        trained = [d for d, m in zip(logs, mask, strict=True) if m]
+        losses, clipped = [], []
+        for new, d, advantage in zip(logprobs, logs, advantages, strict=True):
+            if name == "gspo":
+                d = sum(trained) / len(trained) if trained else 0.0
+            ratio = math.exp(d)
+            if name == "cispo":
+                losses.append(-min(ratio, high) * advantage * new)
+                clipped.append(ratio > high)
+                continue
+            objective = min(ratio * advantage, min(max(ratio, 1 - low), 1 + high) * advantage)
+            if dual_clip is not None and advantage < 0:
+                objective = max(objective, dual_clip * advantage)
+            losses.append(-objective)
+            clipped.append(objective != ratio * advantage)
+            bounds = (1 - low, 1 + high, dual_clip or 9)
+            assume(not any(math.isclose(ratio, b, rel_tol=1e-9) for b in bounds))  # either way there is right
+        out.append((losses, clipped))
+    return out
 
 
-@given(st.lists(token, min_size=1, max_size=30), st.floats(0.05, 0.5), st.floats(0.05, 0.5))
-def test_ppo_matches_the_reference(tokens, low, high):
-    columns = np.array(tokens).T
-    loss, clipped = ppo(*torch.tensor(columns), low=low, high=high)
-    expected, expected_clipped = reference(*columns, low, high)
-    np.testing.assert_allclose(loss.numpy(), expected, rtol=1e-6, atol=1e-6)
-    assert clipped.tolist() == expected_clipped
+def run(name, samples, packed=True, **scalars):
+    """`(losses, clipped)` per sample through a micro-batch."""
+    batch = collate([np.zeros(len(s[0]), np.int64) for s in samples], packed=packed)
+    tensors = [scatter(batch, [np.array(s[i], d) for s in samples]) for i, d in enumerate(("f8", "f8", "f8", "?"))]
+    columns = LOSSES[name].fn(*tensors, batch.segments, **scalars)
+    return list(zip(*([x.tolist() for x in gather(batch, column)] for column in columns), strict=True))
+
+
+def flat(fn, logprobs, old, advantages, *, low=0.2, high=0.2, dual_clip=None):
+    """One sample, all of it trained."""
+    mask, segments = torch.ones(len(logprobs)).bool(), torch.zeros(len(logprobs)).long()
+    return fn(logprobs, old, advantages, mask, segments, low=low, high=high, dual_clip=dual_clip)
+
+
+far, near = st.floats(-40, 0), st.floats(-1, -0.5)
+token = st.one_of(*(st.tuples(x, x, st.floats(-5, 5), st.booleans()) for x in (far, near)))
+sample = st.lists(token, min_size=1, max_size=12).map(lambda tokens: tuple(zip(*tokens, strict=True)))
+bound = st.floats(0.05, 0.5)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("name", LOSSES)
+@given(st.lists(sample, min_size=1, max_size=5), bound, bound, st.sampled_from([None, 1.1, 3.0]))
+def test_every_loss_matches_the_reference(name, packed, samples, low, high, dual_clip):
+    expected = reference(name, samples, low, high, dual_clip)
+    got = run(name, samples, packed, low=low, high=high, dual_clip=dual_clip)
+    for (loss, clipped), (expected_loss, expected_clipped) in zip(got, expected, strict=True):
+        np.testing.assert_allclose(loss, expected_loss, rtol=1e-6, atol=1e-6)
+        assert clipped == expected_clipped
 
 
 def test_ppo_by_hand():
     # Ratios 1.5, 0.5, 1.5, 0.5, 1; bounds 0.8 and 1.3; advantages 2, 2, -2, -2, 2.
     # min(3, 2.6) = 2.6 clipped; min(1, 1.6) = 1; min(-3, -2.6) = -3; min(-1, -1.6) = -1.6 clipped; 2.
     logprobs = torch.tensor([1.5, 0.5, 1.5, 0.5, 1.0]).log()
-    loss, clipped = ppo(logprobs, torch.zeros(5), torch.tensor([2.0, 2.0, -2.0, -2.0, 2.0]), low=0.2, high=0.3)
+    advantages = torch.tensor([2.0, 2.0, -2.0, -2.0, 2.0])
+    loss, clipped = flat(ppo, logprobs, torch.zeros(5), advantages, low=0.2, high=0.3)
     assert loss.tolist() == pytest.approx([-2.6, -1.0, 3.0, 1.6, -2.0])
     assert clipped.tolist() == [True, False, False, True, False]
 
 
-def test_ppo_gradient_matches_finite_differences():
-    # Away from the kinks at 0.8, 1.2 and the clamp, clipped and free tokens, both signs, one clamped ratio.
-    log_ratio = torch.tensor([0.0, 0.1, 0.5, -0.5, 0.5, -0.5, 31.0], dtype=torch.float64)
-    advantages = torch.tensor([1.0, -2.0, 1.0, 1.0, -1.0, -1.0, -1.0], dtype=torch.float64)
-    old = torch.full((7,), -1.5, dtype=torch.float64, requires_grad=True)
+def test_dual_clip_by_hand():
+    # Ratios 5, 2, 5, 0.5; advantages -2, -2, 2, -2; c = 3.
+    # max(-10, -6) = -6 clipped; max(-4, -6) = -4; A > 0: min(10, 2.4) clipped; max(min(-1, -1.6), -6) = -1.6 clipped.
+    logprobs = torch.tensor([5.0, 2.0, 5.0, 0.5], dtype=torch.float64).log().requires_grad_()
+    loss, clipped = flat(ppo, logprobs, torch.zeros(4), torch.tensor([-2.0, -2.0, 2.0, -2.0]), dual_clip=3.0)
+    assert loss.tolist() == pytest.approx([6, 4, -2.4, 1.6])
+    assert clipped.tolist() == [True, False, True, True]
+    loss.sum().backward()
+    assert logprobs.grad.tolist() == pytest.approx([0, 4, 0, 0])  # d(2 r)/d(log r) = 2 r where the gradient lives
+
+
+def test_gspo_by_hand():
+    # Sample 0: ratios 4, 1 and an untrained 100: s = sqrt(4) = 2, clipped to 1.2 for A > 0, free for A < 0.
+    # Sample 1: ratio 1.1. Sample 2: nothing trained: s = 1.
+    samples = [
+        (np.log([4, 1, 100]), [0, 0, 0], [1, -1, 1], [True, True, False]),
+        (np.log([1.1]), [0], [3], [True]),
+        (np.log([7]), [0], [1], [False]),
+    ]
+    (first, clipped), (second, free), (third, _) = run("gspo", samples, low=0.2, high=0.2)
+    assert first == pytest.approx([-1.2, 2, -1.2]) and clipped == [True, False, True]
+    assert second == pytest.approx([-3.3]) and free == [False]
+    assert third == [-1]
+
+
+def test_the_gradient_of_gspo_goes_through_each_token_with_the_ratio_of_the_sample():
+    # s = exp((0.2 - 0.1 + 0) / 3); per token the gradient of -s_t A_t is -s A_t, and 0 in the clipped sample 1.
+    log_ratio = torch.tensor([0.2, -0.1, 0.0, 0.9], dtype=torch.float64)
+    old = torch.full((4,), -1.5, dtype=torch.float64, requires_grad=True)
     logprobs = (old.detach() + log_ratio).requires_grad_()
-    ppo(logprobs, old, advantages, low=0.2, high=0.2)[0].sum().backward()
+    advantages, segments = torch.tensor([1.0, -2.0, 3.0, 1.0]).double(), torch.tensor([0, 0, 0, 1])
+    loss, clipped = gspo(logprobs, old, advantages, torch.ones(4).bool(), segments, low=0.2, high=0.2)
+    loss.sum().backward()
+    s = math.exp(0.1 / 3)
+    assert logprobs.grad.tolist() == pytest.approx([-s, 2 * s, -3 * s, 0])
+    assert clipped.tolist() == [False, False, False, True] and old.grad is None
+
+
+def test_with_one_advantage_per_sample_gspo_has_the_gradient_of_the_sequence_ratio():
+    """The paper's GSPO: `d/dlogp_t of -s A` is `-s A / len`, so the token form is len times that."""
+    logprobs = torch.tensor([-1.0, -0.7, -1.2], dtype=torch.float64, requires_grad=True)
+    old = torch.tensor([-1.1, -0.8, -1.0], dtype=torch.float64)
+    (-2.0 * (logprobs - old).mean().exp()).backward()
+    sequence, logprobs.grad = logprobs.grad, None
+    flat(gspo, logprobs, old, torch.full((3,), 2.0).double())[0].mean().backward()
+    np.testing.assert_allclose(logprobs.grad, sequence, rtol=1e-12)
+
+
+def test_cispo_by_hand_keeps_the_gradient_of_clipped_tokens():
+    # Ratios 5, 0.5, 5; ceiling 2; logprobs log(r) + old with old = -3; A = 1, -2, -1: the weight times A is 2, -1, -2.
+    old = torch.full((3,), -3.0, dtype=torch.float64)
+    logprobs = (old + torch.tensor([5.0, 0.5, 5.0]).double().log()).requires_grad_()
+    loss, clipped = flat(cispo, logprobs, old, torch.tensor([1.0, -2.0, -1.0]).double(), low=0.9, high=2.0)
+    weight = torch.tensor([2.0, -1.0, -2.0]).double()
+    np.testing.assert_allclose(loss.detach(), -(weight * logprobs).detach(), rtol=1e-12)
+    loss.sum().backward()
+    assert logprobs.grad.tolist() == pytest.approx([-2, 1, 2])
+    assert clipped.tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("dual_clip", [None, 3.0])
+def test_ppo_gradient_matches_finite_differences(dual_clip):
+    # Away from the kinks at 0.8, 1.2, 3 and the clamp, clipped and free tokens, both signs, one clamped ratio.
+    log_ratio = torch.tensor([0.0, 0.1, 0.5, -0.5, 0.5, -0.5, 1.5, 31.0], dtype=torch.float64)
+    advantages = torch.tensor([1.0, -2.0, 1.0, 1.0, -1.0, -1.0, -1.0, -1.0], dtype=torch.float64)
+    old = torch.full((8,), -1.5, dtype=torch.float64, requires_grad=True)
+    logprobs = (old.detach() + log_ratio).requires_grad_()
+    flat(ppo, logprobs, old, advantages, dual_clip=dual_clip)[0].sum().backward()
     assert old.grad is None
-    step = 1e-6
     # Tokens do not interact, so one shift of all of them differentiates each.
-    above, below = (ppo(logprobs.detach() + s, old, advantages, low=0.2, high=0.2)[0] for s in (step, -step))
-    np.testing.assert_allclose(logprobs.grad.numpy(), ((above - below) / (2 * step)).detach().numpy(), atol=1e-6)
-    assert logprobs.grad[0] == -1.0  # at ratio 1 the gradient is -A: plain policy gradient
+    shifted = (flat(ppo, logprobs.detach() + s, old, advantages, dual_clip=dual_clip)[0] for s in (1e-6, -1e-6))
+    above, below = shifted
+    np.testing.assert_allclose(logprobs.grad.numpy(), ((above - below) / 2e-6).detach().numpy(), atol=1e-6)
 
 
+@pytest.mark.parametrize("name", LOSSES)
+def test_at_the_old_weights_every_loss_is_the_plain_policy_gradient(name):
+    logprobs = torch.tensor([-0.5, -2.0], requires_grad=True)
+    loss, clipped = flat(LOSSES[name].fn, logprobs, logprobs.detach(), torch.tensor([3.0, -1.0]), high=1.2)
+    loss.sum().backward()
+    assert logprobs.grad.tolist() == [-3, 1] and not clipped.any()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_no_trained_token_and_no_advantage_is_no_nan(name):
+    logprobs = torch.zeros(1, 3, requires_grad=True)
+    none, one = torch.zeros(1, 3).bool(), torch.zeros(1, 3).long()
+    loss, _ = LOSSES[name].fn(logprobs, torch.zeros(1, 3), torch.zeros(1, 3), none, one, low=0.2, high=0.2)
+    loss.sum().backward()
+    assert not loss.any() and not logprobs.grad.any()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("name", ["logprobs", "old_logprobs", "advantages"])
-def test_a_nan_is_an_error_that_names_its_tensor(name):
+def test_a_nan_is_an_error_that_names_its_tensor(name, loss):
     tensors = {key: torch.zeros(3) for key in ("logprobs", "old_logprobs", "advantages")}
     tensors[name] = torch.tensor([0.0, math.nan, 0.0])
     with pytest.raises(TrainingError, match=f"^{name} holds 1 NaN in 3 tokens"):
-        ppo(**tensors, low=0.2, high=0.2)
+        flat(LOSSES[loss].fn, *tensors.values())
 
 
-def test_the_difference_of_two_infinities_is_an_error():
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_difference_of_two_infinities_is_an_error(loss):
     infinite = torch.tensor([-math.inf])
     with pytest.raises(TrainingError, match=r"^log_ratio holds 1 NaN"):
-        ppo(infinite, infinite, torch.ones(1), low=0.2, high=0.2)
+        flat(LOSSES[loss].fn, infinite, infinite, torch.ones(1))
+
+
+def test_every_loss_that_can_be_chosen_is_a_row_and_its_formula_has_the_bounds():
+    chosen = ActorConfig.__annotations__["loss_mode"].__args__
+    assert set(LOSSES) == set(chosen)
+    formulas = {name: loss.formula.format(low=0.2, high=0.3, dual_clip=None) for name, loss in LOSSES.items()}
+    assert formulas["ppo"] == "-min(r A, clip(r, 1 - 0.2, 1 + 0.3) A)"
+    assert all("0.3" in formula for formula in formulas.values())

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from molt.cli.main import main
-from tests.tiny import char_tokenizer
+from tests.tiny import ALPHABET, char_tokenizer
 
 RL = (
     "--actor.model_name_or_path model --data.prompt_dataset prompts.jsonl --data.label_key label "
@@ -36,7 +36,7 @@ WRONG = [
         "--algo.advantage.estimator grop",
         "`algo.advantage.estimator` (=grop)",
         "nothing was started",
-        "Did you mean 'grpo'?",
+        "Did you mean 'grpo'? Use one of: reinforce",
     ),
     ("rl", "--data.apply_chat_template yes", "`--data.apply_chat_template`", "takes no value", "Write the flag alone"),
     ("rl", "--ckpt.save_steps 0", "`ckpt.save_steps` (=0)", "nothing would ever be saved", "Use a positive cadence"),
@@ -100,7 +100,7 @@ WRONG = [
     ("eval", "--eval.dataset nowhere.jsonl", "`eval.dataset` (=nowhere.jsonl)", "nothing to load", "Give the path"),
     ("eval", "--eval.dataset ''", "`eval.dataset` is not set", "nothing to evaluate it on", "Pass --eval.dataset"),
     # the agent
-    ("rl", "--train.agent_path agnt.py", "(=agnt.py)", "no agent to run", "Did you mean 'agent.py'?"),
+    ("rl", "--train.agent_path agnt.py", "(=agnt.py)", "nothing to run", "Did you mean 'agent.py'?"),
     ("rl", "--train.agent_path no_runner.py", "no_runner.py", "no `AgentRunner`", "class AgentRunner(StepEnvRunner)"),
     ("rl", "--train.agent_path raises.py", "raises.py", "cannot be imported", "ZeroDivisionError"),
     # settings against each other
@@ -127,13 +127,159 @@ WRONG = [
         "not a ratio of a token",
         "--algo.advantage.is_correction_mode mask",
     ),
-    ("rl", "--algo.kl.init_coef 0.1", "`algo.kl.init_coef` (=0.1)", "no KL would be computed", "init_coef 0"),
+    # the algorithm
+    (
+        "rl",
+        "--algo.advantage.estimator grpo --algo.kl.init_coef 0.1",
+        "`algo.kl.init_coef` (=0.1)",
+        "would never read it",
+        "Use --algo.kl.use_loss --algo.kl.estimator k3",
+    ),
+    ("rl", "--algo.kl.use_loss --algo.kl.init_coef 0.1", "(=k1)", "is 0 on average", "Use --algo.kl.estimator k2"),
+    ("rl", "--algo.kl.init_coef -1", "`algo.kl.init_coef` (=-1.0)", "away from its reference", "Use a value >= 0"),
+    ("rl", "--algo.kl.target 0.1", "`algo.kl.target` (=0.1)", "0 times it is 0", "Use --algo.kl.init_coef 0.001"),
+    (
+        "rl",
+        "--algo.advantage.estimator on_policy_distill",
+        "`ref.model_name_or_path` (=)",
+        "its own teacher",
+        "Pass --ref.model_name_or_path",
+    ),
+    (
+        "rl",
+        "--algo.advantage.estimator on_policy_distill --ref.model_name_or_path shifted --algo.kl.ref rollout",
+        "`algo.kl.ref` (=rollout)",
+        "nothing else leads to the teacher",
+        "Use --algo.kl.ref model",
+    ),
+    (
+        "rl",
+        "--actor.freezing_steps 3",
+        "`actor.freezing_steps` (=3)",
+        "train nothing",
+        "--algo.advantage.estimator gae",
+    ),
+    ("rl", "--actor.loss_mode gsop", "`actor.loss_mode` (=gsop)", "nothing was started", "Did you mean 'gspo'?"),
+    ("rl", "--actor.dual_clip 1", "`actor.dual_clip` (=1.0)", "lose their gradient at once", "Use 3.0, or unset"),
+    (
+        "rl",
+        "--actor.dual_clip 3 --actor.loss_mode gspo",
+        "(=gspo)",
+        "only ppo has that bound",
+        "drop --actor.dual_clip",
+    ),
+    ("rl", "--actor.loss_mode cispo", "(=(0.2, 0.2))", "shrink even fresh", "Use --actor.eps_clip_low_high 0.2 5"),
+    ("rl", "--actor.aux_loss_coef 0.001", "(=0.001)", "nothing would be balanced", "Use 0, or a model of type"),
+    (
+        "rl",
+        "--algo.advantage.is_correction_gating tv",
+        "`algo.advantage.is_correction_gating` (=tv)",
+        "just those tokens would drop out",
+        "Use --algo.advantage.is_correction_threshold 0 0.05",
+    ),
+    (
+        "rl",
+        "--algo.dynamic_filtering_enable --rollout.n_samples_per_prompt 1",
+        "`algo.dynamic_filtering_enable` (=True)",
+        "every right and every wrong answer would be discarded",
+        "Use --rollout.n_samples_per_prompt 8",
+    ),
+    (
+        "rl",
+        "--algo.dynamic_filtering_enable --algo.dynamic_filtering_range 1 0",
+        "`algo.dynamic_filtering_range` (=(1.0, 0.0))",
+        "every group would be discarded",
+        "Use LOW HIGH with LOW < HIGH",
+    ),
+    (
+        "rl",
+        "--reward.overlong_buffer_len 8 --reward.stop_properly_penalty_coef 0.5",
+        "`reward.overlong_buffer_len` (=8)",
+        "punished twice",
+        "Drop --reward.overlong_buffer_len",
+    ),
+    ("rl", "--reward.overlong_buffer_len 64", "(=64)", "every answer would be too long", "overlong_buffer_len 16"),
+    # plug-ins
+    (
+        "rl",
+        "--algo.advantage.estimator plugns.py:mean",
+        "`algo.advantage.estimator` (=plugns.py)",
+        "nothing to run",
+        "Did you mean 'plugins.py'?",
+    ),
+    (
+        "rl",
+        "--algo.advantage.estimator plugins.py:maen",
+        "`algo.advantage.estimator` (=plugins.py:maen)",
+        "nothing was started",
+        "Did you mean 'mean'?",
+    ),
+    (
+        "rl",
+        "--algo.advantage.estimator plugins.py:mean",
+        "`algo.advantage.estimator` (=plugins.py:mean)",
+        "returns torch.float64 of shape []",
+        "Return a tensor of floats of shape [4]",
+    ),
+    (
+        "rl",
+        "--algo.advantage.estimator plugins.py:good --algo.kl.init_coef 0.1",
+        "(=plugins.py:good)",
+        "would never read it",
+        "Use --algo.kl.use_loss",
+    ),
+    ("rl", "--algo.loss plugins.py:mean", "`algo.loss` (=plugins.py:mean)", "other arguments", "Write `def f(logprobs"),
+    ("rl", "--algo.loss plugins.py:detached", "`algo.loss` (=plugins.py:detached)", "gradient of size 0", "detach()"),
+    ("rl", "--algo.loss cispo", "`algo.loss` (=cispo)", "no function of yours", "or --actor.loss_mode"),
+    # the models that score
+    (
+        "rl",
+        "--algo.kl.init_coef 0.1 --ref.model_name_or_path modle",
+        "`ref.model_name_or_path` (=modle)",
+        "",
+        "'model'?",
+    ),
+    (
+        "rl",
+        "--algo.advantage.estimator gae --critic.model_name_or_path bert",
+        "(=bert)",
+        "cannot generate text",
+        "Use one",
+    ),
+    (
+        "rl",
+        "--algo.kl.init_coef 0.1 --ref.model_name_or_path shifted",
+        "`ref.model_name_or_path` (=shifted) has another vocabulary than `actor.model_name_or_path` (=model), first at ('z', 3)",
+        "another text",
+        "Use a model with the actor's tokenizer",
+    ),
+    (
+        "rl",
+        "--algo.advantage.estimator gae --critic.model_name_or_path shifted",
+        "`critic.model_name_or_path` (=shifted)",
+        "another text",
+        "Use a model with the actor's tokenizer",
+    ),
     # the output
     ("rl", "--ckpt.output_dir a_run", "(=a_run) holds a run", "would be overwritten", "--ckpt.load_enable"),
     ("sft", "--ckpt.output_dir a_run", "(=a_run) holds a run", "would be overwritten", "another --ckpt.output_dir"),
     ("rl", "--ckpt.output_dir agent.py/out", "is a file", "nothing of the run could be saved", "Use a directory"),
     ("rl", "--ckpt.output_dir /proc/out", "/proc is not writable", "could be saved", "Use a directory"),
 ]
+
+
+PLUGINS = """
+def good(rewards, groups, ctx):
+    return rewards
+
+
+def mean(rewards, groups, ctx):
+    return rewards.mean()
+
+
+def detached(logprobs, old_logprobs, advantages, mask, **_):
+    return -advantages * logprobs.detach()
+"""
 
 
 @pytest.fixture
@@ -155,6 +301,7 @@ def wrong(run, model) -> Path:
         "a_run/run/metrics.jsonl": "{}\n",
         "step_000020/manifest.json": "{}",
         "empty/.keep": "",
+        "plugins.py": PLUGINS,
     }
     for name, text in texts.items():
         (run / name).parent.mkdir(parents=True, exist_ok=True)
@@ -168,6 +315,8 @@ def wrong(run, model) -> Path:
     for name, changed in configs.items():
         char_tokenizer().save_pretrained(run / name)
         (run / name / "config.json").write_text(json.dumps(changed))
+    char_tokenizer(alphabet="z" + ALPHABET.replace("z", "")).save_pretrained(run / "shifted")
+    (run / "shifted" / "config.json").write_text(json.dumps(config))
     return run
 
 

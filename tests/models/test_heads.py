@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from molt.models.heads import token_logprobs
+from molt.models.heads import token_logprobs, token_values
 
 VOCAB, HIDDEN = 50, 8
 
@@ -42,10 +42,64 @@ def test_values_entropy_and_gradients_equal_naive(inputs, temperature, chunk, ex
     )
     torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
     torch.testing.assert_close(entropy, want_entropy, atol=1e-5, rtol=0)
-    assert not entropy.requires_grad
     expected = torch.autograd.grad((want * upstream).sum(), wrt)
     for grad, reference in zip(torch.autograd.grad((got * upstream).sum(), wrt), expected, strict=True):
         torch.testing.assert_close(grad, reference, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("chunk", [1, 4, 1000])
+@pytest.mark.parametrize("extras", [False, True], ids=["plain", "bias_and_softcap"])
+@pytest.mark.parametrize("both", [False, True], ids=["entropy", "with_logprobs"])
+def test_the_gradient_of_the_entropy_is_that_of_a_full_softmax(inputs, packed, chunk, extras, both):
+    hidden, weight, bias, token_ids, upstream = inputs
+    exact = [t.detach().double().requires_grad_() for t in (hidden, weight, bias)]
+    extra, exact_extra = ({"bias": bias, "softcap": 3.0}, {"bias": exact[2], "softcap": 3.0}) if extras else ({}, {})
+    needed = torch.rand(3, 7) < 0.7
+    cu_seqlens = torch.tensor([0, 7, 14, 21], dtype=torch.int32) if packed else None
+    got = token_logprobs(
+        hidden.reshape(1, 21, HIDDEN) if packed else hidden, weight,
+        token_ids.reshape(1, 21) if packed else token_ids, cu_seqlens,
+        needed=needed.reshape(1, 21) if packed else needed, temperature=0.7, chunk_elements=chunk * VOCAB, **extra,
+    )  # fmt: skip
+    want = naive(*exact[:2], token_ids, temperature=0.7, **exact_extra)
+    loss, exact_loss = ((2 * e + both * lp).reshape(3, 7) * upstream * needed for lp, e in (got, want))
+    wrt = 3 if extras else 2
+    expected = torch.autograd.grad(exact_loss.sum(), exact[:wrt])
+    grads = torch.autograd.grad(loss.sum(), inputs[:wrt], retain_graph=True)
+    for grad, reference in zip(grads, expected, strict=True):
+        torch.testing.assert_close(grad.double(), reference, atol=2e-5, rtol=1e-5)
+    again = torch.autograd.grad(loss.sum(), inputs[:wrt])  # the first pass overwrote the logits that were kept
+    assert all(map(torch.equal, grads, again))
+
+
+def test_an_entropy_that_nobody_differentiates_costs_nothing(inputs, monkeypatch):
+    import molt.models.heads as heads
+
+    hidden, weight, _, token_ids, upstream = inputs
+    bonuses, compute = [], heads._to_gradient
+    monkeypatch.setattr(heads, "_to_gradient", lambda *args: (bonuses.append(args[4]), compute(*args))[1])
+    logprobs, entropy = token_logprobs(hidden, weight, token_ids, None)
+    float(entropy.detach().sum())
+    (logprobs * upstream).sum().backward()
+    assert bonuses == [None]
+
+
+def test_a_value_is_that_of_the_state_before_the_token(inputs):
+    hidden, weight, *_ = inputs
+    needed = torch.ones(3, 7, dtype=torch.bool)
+    needed[1, 3] = False
+    got = token_values(hidden, lambda states: states @ weight[:1].t(), needed, None)
+    want = torch.zeros(3, 7)
+    for row in range(3):
+        for t in range(1, 7):  # nothing comes before token 0
+            want[row, t] = hidden[row, t - 1] @ weight[0] if needed[row, t] else 0.0
+    torch.testing.assert_close(got, want)
+    cu_seqlens = torch.tensor([0, 7, 14, 21], dtype=torch.int32)
+    packed = token_values(
+        hidden.reshape(1, 21, HIDDEN), lambda states: states @ weight[:1].t(), needed.reshape(1, 21), cu_seqlens
+    )
+    assert torch.equal(packed.reshape(3, 7), got)
 
 
 def test_only_needed_tokens_go_through_the_head(inputs):

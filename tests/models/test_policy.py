@@ -5,14 +5,13 @@ import json
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from molt.batch.collate import collate, gather
 from molt.config import FsdpConfig, ModelConfig
 from molt.errors import ConfigError
 from molt.models.build import attention_implementation, build_policy
-from molt.parallel.mesh import init_distributed, param_dtype, resolve_device
+from molt.parallel.mesh import param_dtype, resolve_device
 from tests.tiny import save_tiny
 
 CPU = torch.device("cpu")
@@ -22,12 +21,6 @@ torch.set_num_threads(1)
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    yield init_distributed(0, 1, "", 0, CPU)
-    dist.destroy_process_group()
 
 
 def build(path, mesh, gradient_checkpoint="none", **fsdp):

@@ -68,7 +68,7 @@ def test_trainer_and_engine_agree_on_an_exported_model_and_after_an_update(ray_s
         calls = [engine.generate.remote(f"exported{i}", prompt, replace(sampling, seed=i)) for i in range(4)]
         turns = ray.get(calls, timeout=60)
         assert sum(len(turn.token_ids) for turn in turns) >= 64
-        ours = asyncio.run(policy.score([[*prompt, *turn.token_ids.tolist()] for turn in turns]))
+        ours = asyncio.run(policy.probe([[*prompt, *turn.token_ids.tolist()] for turn in turns]))
         for turn, logprobs in zip(turns, ours, strict=True):
             assert np.abs(turn.logprobs - logprobs[len(prompt) :]).max() < 1e-4
 

@@ -1,4 +1,4 @@
-"""The line of an evaluation: a score with its interval, and no interval on its own."""
+"""The line of a step: what it measured and nothing else; a score with its interval, which is no column of its own."""
 
 from molt.report.console import step_line
 
@@ -12,3 +12,8 @@ def test_an_evaluation_without_an_interval():
     assert step_line(3, None, {"eval/low/pass1": 7.5, "eval/loss": 2.0}).plain == (
         "step 3  eval/loss 2.000  eval/low/pass1 7.500"
     )
+
+
+def test_a_step_shows_what_was_filtered_and_what_the_critic_explains():
+    metrics = {"rollout/reward": 0.5, "train/kl": 0.0125, "train/explained_variance": 0.876, "rollout/filtered": 0.25}
+    assert step_line(3, 12, metrics).plain == ("step  3/12  reward 0.500  kl 1.25e-02  explained 0.88  filtered 25.0%")

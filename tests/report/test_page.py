@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 
@@ -69,13 +70,43 @@ def test_nothing_that_a_model_or_a_dataset_wrote_becomes_markup(rl_run):
     assert "http" not in page.replace("</html>", "")  # and nothing is fetched
 
 
+def test_the_page_says_what_was_optimised_and_what_was_filtered(tmp_path):
+    (tmp_path / "header.txt").write_text("molt rl  <b>M</b>\n  A = R - mean(group)")
+    with RunLog(tmp_path, LoggerConfig(logging_steps=100), "", 3) as log:
+        for step in (1, 2, 3):
+            metrics = {"rollout/reward": 0.5, "rollout/shaped_reward": 0.25, "rollout/score": 0.5}
+            metrics |= {"rollout/unfiltered_score": 0.75, "rollout/filtered": 0.5, "rollout/all_pass": 0.5}
+            metrics |= {"rollout/all_fail": 0.0, "ratio/filtered_fraction": 0.995, "train/clip_fraction": 0.1}
+            metrics |= {"train/kl": 0.02, "train/kl_coef": 0.01, "train/entropy": 1.5, "train/value_loss": 0.2}
+            log.step(step, metrics | {"train/explained_variance": 0.9})
+        log.event("filtered", step=3, fraction=0.995, in_a_row=1)
+        log.event("small_batch", step=3, groups=2)
+    page = build(tmp_path)
+    assert "<pre class=card>molt rl  &lt;b&gt;M&lt;/b&gt;\n  A = R - mean(group)</pre>" in page
+    drawn = re.findall(r"<figure.*?<h3>(.*?)<.*?</figure>", page)
+    lines = [figure.count("<polyline") for figure in re.findall(r"<figure.*?</figure>", page)]
+    assert dict(zip(drawn, lines, strict=True)) == {
+        "Reward": 2,
+        "Score": 2,
+        "Filtered groups": 3,
+        "KL": 2,
+        "Entropy": 1,
+        "Value loss": 1,
+        "Explained variance": 1,
+        "Filtered tokens": 1,
+        "Clipped tokens": 1,
+    }
+    assert re.search(r"<tr class=fault>.{0,40}<td>filtered</td><td>step 3 · fraction 0.995 · in_a_row 1<", page)
+    assert re.search(r"<tr>.{0,40}<td>small_batch</td><td>step 3 · groups 2<", page)
+
+
 def test_an_sft_run_has_only_what_it_measured(tmp_path):
     with RunLog(tmp_path, LoggerConfig(logging_steps=100), "", None) as log:
         for step in (1, 2):
             log.step(step, {"train/loss": 2.0 / step, "train/lr": float("nan")})
     page = build(tmp_path)
     assert page.count("<figure") == 1 and "2.000<i>→</i>1.000" in page
-    assert "Reward" not in page and "Rollouts" not in page and "Events" not in page
+    assert "Reward" not in page and "Rollouts" not in page and "Events" not in page and "formula" not in page
 
 
 def test_an_empty_run_is_a_page_too(tmp_path):

@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from molt.batch.collate import gather
 from molt.batch.plan import SampleTask
-from molt.config import ActorConfig, AdamConfig, AdvantageConfig, FsdpConfig, TrainConfig
+from molt.config import ActorConfig, AdamConfig, AdvantageConfig, AlgoConfig, FsdpConfig, KlConfig, TrainConfig
 from molt.report import metrics as report
 from molt.train.policy import Policy, PolicySettings
 from molt.types import NOT_GENERATED, Sample
@@ -19,17 +20,17 @@ TEMPERATURE = 0.8
 LOW, HIGH = 0.2, 0.3
 
 
-def settings(path, *, advantage=None, packed=False, lr=1e-3, epochs=1):
+def settings(path, *, advantage=None, packed=False, lr=1e-3, epochs=1, kl=None, **actor):
     return PolicySettings(
         actor=ActorConfig(
             model_name_or_path=str(path),
             gradient_checkpoint="none",
             adam=AdamConfig(lr=lr),
             max_norm=0.0,
-            eps_clip_low_high=(LOW, HIGH),
+            **{"eps_clip_low_high": (LOW, HIGH)} | actor,
         ),
         fsdp=FsdpConfig(device="cpu", packing_samples=packed),
-        advantage=advantage or AdvantageConfig(estimator="grpo"),
+        algo=AlgoConfig(advantage or AdvantageConfig(estimator="grpo"), kl or KlConfig()),
         train=TrainConfig(max_epochs=epochs, seed=0),
         temperature=TEMPERATURE,
         max_len=64,
@@ -95,7 +96,24 @@ def make_plan(samples, steps=(((0, 1), (2, 3)),)):
 
 
 def _task(at, weight):
-    return SampleTask(*at, 0, reward=REWARD[at], advantage=ADVANTAGE[at], weight=weight)
+    return SampleTask((*at, 0), reward=REWARD[at], advantage=ADVANTAGE[at], weight=weight, share=1 / 4)
+
+
+def train(policy, plan, samples, scores=None, kl_coef=0.0):
+    """One training batch at version 6; the metrics of both calls."""
+    prepared, _ = policy.prepare(plan, samples, scores or {}, 6, kl_coef)
+    return report.merge([prepared, policy.train()])
+
+
+def spread(policy, plan, samples):
+    """Advantages by sample, as the loss gets them."""
+    policy.prepare(plan, samples, {}, 6, 0.0)
+    batches = [
+        (tasks, m)
+        for planned, made in zip(plan, policy.steps, strict=True)
+        for tasks, m in zip(planned, made, strict=True)
+    ]
+    return {t.at: v for tasks, m in batches for t, v in zip(tasks, gather(m.batch, m.advantages), strict=True)}
 
 
 COEFFICIENT = {
@@ -115,7 +133,7 @@ def expected_loss(model, start, samples, step, mode=None, band=(0.0, 0.0), level
     """`1/N sum_t -min(r A, clip(r) A) c`, token by token. `start`: the model whose log-probs are `old`."""
     total, filtered = 0.0, 0
     for task in (task for batch in step for task in batch):
-        sample = samples[task.group][task.rollout][0]
+        sample = samples[task.at[0]][task.at[1]][0]
         now = logprobs_of(model, sample.token_ids)
         with torch.no_grad():
             old = now.detach() if start is None else logprobs_of(start, sample.token_ids)
@@ -162,7 +180,7 @@ def test_loss_and_gradient_of_a_step(policy, level, mode, band, packed):
     reference = reference_model()
     loss, filtered = expected_loss(reference, None, samples, plan[0], mode, band, level)
     ours.optimizer.register_step_pre_hook(lambda *_: assert_same_gradients(ours, loss, reference))
-    metrics = ours.train(plan, samples, version=6)
+    metrics = train(ours, plan, samples)
     assert metrics["train/loss"].total == pytest.approx(loss.item(), abs=1e-6)
     # 9, 14, 6 and 11 tokens, of which 3 prompt and observation: 6 + 11 + 3 + 8 = 28 are trained.
     assert metrics["train/entropy"].count == 28
@@ -176,7 +194,7 @@ def test_loss_and_gradient_of_a_step(policy, level, mode, band, packed):
 
 def test_ratio_metrics_by_hand(policy):
     samples = make_samples()
-    metrics = policy().train(make_plan(samples), samples, version=6)
+    metrics = train(policy(), make_plan(samples), samples)
     model, gaps = reference_model(), []
     for sample in (segments[0] for rollouts in samples for segments in rollouts):
         with torch.no_grad():
@@ -191,7 +209,7 @@ def test_ratio_metrics_by_hand(policy):
 
 def test_entropy_is_that_of_the_scaled_distribution_at_the_trained_tokens(policy):
     samples = make_samples()
-    metrics = policy().train(make_plan(samples), samples, version=6)
+    metrics = train(policy(), make_plan(samples), samples)
     model, total = reference_model(), 0.0
     for sample in (segments[0] for rollouts in samples for segments in rollouts):
         with torch.no_grad():
@@ -221,7 +239,7 @@ def test_old_is_the_policy_that_the_batch_started_with(policy, epochs, steps):
         losses.append(loss.item())
 
     ours.optimizer.register_step_pre_hook(before_step)
-    metrics = ours.train(plan, samples, version=6)
+    metrics = train(ours, plan, samples)
     assert len(losses) == 2
     assert metrics["train/loss"].total == pytest.approx(sum(losses), abs=1e-6) and metrics["train/loss"].count == 2
     assert metrics["train/clip_fraction"].total > 0  # the weights really moved in between
@@ -235,7 +253,7 @@ def test_old_is_the_policy_that_the_batch_started_with(policy, epochs, steps):
 def test_old_logprobs_are_computed_only_where_the_weights_have_moved(policy, epochs, steps, forwards):
     samples, ours, done = make_samples(), policy(epochs=epochs), []
     ours.model.register_forward_hook(lambda *_: done.append(1))
-    ours.train(make_plan(samples, steps), samples, version=6)
+    train(ours, make_plan(samples, steps), samples)
     assert len(done) == forwards
 
 
@@ -245,36 +263,36 @@ def test_reinforce_is_whitened_over_the_whole_training_batch_and_not_per_step(po
     # A token estimator gets no advantage of the rollout, and reads the reward.
     plan = [[[replace(task, advantage=None) for task in batch] for batch in step] for step in plan]
     ours = policy(advantage=AdvantageConfig(estimator="reinforce", gamma=1.0))
-    spread = ours._advantages(plan, samples)
+    found = spread(ours, plan, samples)
     # gamma 1: every token of a rollout has its reward; 6, 11, 3, 8 tokens of 1, 0, 2, -1.
     # mean = (6 + 0 + 6 - 8) / 28 = 1/7; mean square = (6 + 0 + 12 + 8) / 28 = 13/14; var = 13/14 - 1/49 = 89/98
-    assert len(spread) == 4
-    for task, values in spread.items():
-        mask = torch.tensor(samples[task.group][task.rollout][0].mask)
-        expected = (task.reward - 1 / 7) / (89 / 98) ** 0.5
+    assert len(found) == 4
+    for (g, r, s), values in found.items():
+        mask = torch.tensor(samples[g][r][s].mask)
+        expected = (REWARD[g, r] - 1 / 7) / (89 / 98) ** 0.5
         assert values[mask].tolist() == pytest.approx([expected] * int(mask.sum()), rel=1e-5)
         assert not values[~mask].any()
-    plain = policy(advantage=AdvantageConfig(estimator="reinforce", no_whiten=True))._advantages(plan, samples)
-    assert all(set(values.tolist()) == {0.0, task.reward} for task, values in plain.items())
+    plain = spread(policy(advantage=AdvantageConfig(estimator="reinforce", no_whiten=True)), plan, samples)
+    assert all(set(values.tolist()) == {0.0, REWARD[at[:2]]} for at, values in plain.items())
 
 
 def test_group_advantages_are_whitened_per_token_if_the_estimator_says_so(policy):
     samples = make_samples()
     plan = make_plan(samples)
-    spread = policy(advantage=AdvantageConfig(estimator="reinforce_baseline"))._advantages(plan, samples)
+    found = spread(policy(advantage=AdvantageConfig(estimator="reinforce_baseline")), plan, samples)
     # 6 tokens of 0.7, 11 of -1.1, 3 of 0.4, 8 of -0.2: sum = 4.2 - 12.1 + 1.2 - 1.6 = -8.3
     # squares = 2.94 + 13.31 + 0.48 + 0.32 = 17.05
     mean, square = -8.3 / 28, 17.05 / 28
-    for task, values in spread.items():
-        expected = (task.advantage - mean) / (square - mean**2) ** 0.5
+    for at, values in found.items():
+        expected = (ADVANTAGE[at[:2]] - mean) / (square - mean**2) ** 0.5
         assert values[-1].item() == pytest.approx(expected, rel=1e-5)
-    for task, values in policy(advantage=AdvantageConfig(estimator="rloo"))._advantages(plan, samples).items():
-        assert values[-1].item() == pytest.approx(task.advantage)
+    for at, values in spread(policy(advantage=AdvantageConfig(estimator="rloo")), plan, samples).items():
+        assert values[-1].item() == pytest.approx(ADVANTAGE[at[:2]])
 
 
 def test_staleness_by_hand(policy):
     samples = make_samples()
-    metrics = policy().train(make_plan(samples), samples, version=6)
+    metrics = train(policy(), make_plan(samples), samples)
     # 4 x 2 tokens of version 3 are 3 batches old, the other 28 - 8 = 20, of version 5, are 1 batch old.
     assert (metrics["staleness/mean"].total, metrics["staleness/mean"].count) == (8 * 3 + 20 * 1, 28)
     assert metrics["staleness/max"].total == 3
@@ -289,7 +307,7 @@ def test_zero_advantages_move_nothing_and_are_no_error(policy):
     plan = [[[replace(t, advantage=0.0) for t in b] for b in step] for step in make_plan(samples)]
     ours = policy()
     before = weights_of(ours)
-    metrics = ours.train(plan, samples, version=6)
+    metrics = train(ours, plan, samples)
     assert all(torch.equal(a, b) for a, b in zip(before, weights_of(ours), strict=True))
     assert metrics["train/grad_norm"].total == 0 and metrics["train/lr"].total > 0
 
@@ -299,7 +317,7 @@ def test_a_rank_without_samples_takes_part(policy, plan):
     """An empty plan, and a step of which this rank has nothing (a dummy runs)."""
     ours = policy()
     before = weights_of(ours)
-    metrics = ours.train(plan, {}, version=6)
+    metrics = train(ours, plan, {})
     assert all(torch.equal(a, b) for a, b in zip(before, weights_of(ours), strict=True))
     assert metrics["staleness/mean"].count == 0
 
@@ -307,7 +325,7 @@ def test_a_rank_without_samples_takes_part(policy, plan):
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_probe_scores_at_temperature_1(policy, packed):
     sequences = [[5, 9, 40, 7], [3, 8], [50] * 11]
-    scored = policy(packed=packed).score(sequences)
+    scored = policy(packed=packed).probe(sequences)
     model = tiny_qwen3()
     for ids, values in zip(sequences, scored, strict=True):
         with torch.no_grad():
@@ -330,13 +348,13 @@ def test_arrays_of_the_object_store_may_be_read_only(policy):
     for sample in (segments[0] for rollouts in samples for segments in rollouts):
         for array in (sample.token_ids, sample.versions, sample.logprobs):
             array.flags.writeable = False
-    policy().train(make_plan(samples), samples, version=6)
+    train(policy(), make_plan(samples), samples)
 
 
 def two_steps(policy, plan, samples):
     """Metrics of all ranks, and the largest weight change."""
     before = [whole(p) for p in policy.model.parameters()]
-    metrics = policy.train(plan, samples, version=6)
+    metrics = train(policy, plan, samples)
     moved = [(whole(p) - b).abs().max().item() for p, b in zip(policy.model.parameters(), before, strict=True)]
     return metrics, max(moved)
 

@@ -1,0 +1,123 @@
+"""What the ranks of policy, critic and reference have in common: as Ray actors, and together as the driver sees them.
+
+Heavy per-token arrays (`Scores`) go from rank to rank by reference: a method returns them as its second value.
+"""
+
+import asyncio
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+
+from molt.batch.plan import RankPlan, Scores
+from molt.errors import TrainingError
+from molt.train.critic import Critic
+from molt.train.policy import Policy
+from molt.train.reference import Reference
+from molt.train.score import Samples
+
+ScoreRefs = dict[str, list[ray.ObjectRef]]
+"""By name, one `Scores` of each rank that made them."""
+
+
+class RankWorker:
+    """One rank. Methods run one after another, in the order the driver calls them."""
+
+    def address(self) -> tuple[str, int]:
+        """A host and free port where the ranks can meet; asked of rank 0."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+
+    def start(
+        self, model: Callable[..., Policy | Critic | Reference], settings: Any, rank: int, world_size: int, *meet: Any
+    ) -> None:
+        """Build the model; returns when all ranks have. meet: address, port, local rank."""
+        self.model = model(settings, rank, world_size, *meet)
+        self.rank = rank
+
+    def score(self, plan: RankPlan, groups: dict[int, ray.ObjectRef]) -> tuple[None, Scores]:
+        """`groups` holds the references this rank's plan needs, by index in the batch."""
+        return None, self.model.score(plan, fetch(groups))
+
+
+class TrainedWorker(RankWorker):
+    """One rank of a model that is trained; `written` runs beside the other methods."""
+
+    def save(self, tmp: Path, background: bool) -> None:
+        self.model.save(tmp, background)
+
+    @ray.method(concurrency_group="saving")
+    def written(self, tmp: Path) -> None:
+        self.model.written(tmp)
+
+    def load(self, path: Path) -> None:
+        self.model.load(path)
+
+
+def fetch(groups: dict[int, ray.ObjectRef]) -> Samples:
+    return dict(zip(groups, ray.get(list(groups.values())), strict=True))
+
+
+def fetch_scores(refs: Sequence[ray.ObjectRef]) -> Scores:
+    """Those of all ranks together: which rank has which sample differs between models."""
+    return {at: array for scores in ray.get(list(refs)) for at, array in scores.items()}
+
+
+class Ranks:
+    """All ranks of one model: every call reaches each of them and waits for all, within a deadline."""
+
+    def __init__(self, workers: Sequence[Any], *, name: str, timeout_s: float):
+        self.workers, self.name, self.timeout_s = list(workers), name, timeout_s
+
+    async def start(self, model: Callable[..., Any], settings: Any) -> None:
+        """Every rank joins the process group at the first one's address and loads its shard."""
+        if self.workers:
+            meet = await self.workers[0].address.remote()
+            # Ray shows each actor only its own GPU, so every rank is local rank 0.
+            ranks = enumerate(self.workers)
+            await self.all([w.start.remote(model, settings, r, len(self.workers), *meet, 0) for r, w in ranks])
+
+    async def score(self, plans: Sequence[RankPlan], groups: Sequence[ray.ObjectRef]) -> list[ray.ObjectRef]:
+        """One `Scores` per rank, for the samples of its plan."""
+        return (await self.both(lambda worker: worker.score, plans, groups))[1]
+
+    async def save(self, tmp: Path, background: bool) -> None:
+        """Every rank's part of a checkpoint; with `background` it is on disk when `written` returns."""
+        await self.all([w.save.remote(tmp, background) for w in self.workers])
+
+    async def written(self, tmp: Path) -> None:
+        await self.all([w.written.remote(tmp) for w in self.workers])
+
+    async def load(self, path: Path) -> None:
+        await self.all([w.load.remote(path) for w in self.workers])
+
+    async def both(
+        self, method: Callable[[Any], Any], plans: Sequence[RankPlan], groups: Sequence[ray.ObjectRef], *more: Any
+    ) -> tuple[list[Any], list[ray.ObjectRef]]:
+        """The light value and the reference to the heavy one that `method(worker)` returns for each rank's plan."""
+        calls = []
+        for worker, plan in zip(self.workers, plans, strict=True):
+            needed = {task.at[0] for step in plan for micro_batch in step for task in micro_batch}
+            of_rank = {g: groups[g] for g in sorted(needed)}
+            calls.append(method(worker).options(num_returns=2).remote(plan, of_rank, *more))
+        light, heavy = zip(*calls, strict=True)
+        return await self.all(list(light)), list(heavy)
+
+    async def all(self, calls: list[ray.ObjectRef]) -> list[Any]:
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                return await asyncio.gather(*calls)
+        except TimeoutError:
+            raise TrainingError(
+                f"the {self.name} ranks did not answer within {self.timeout_s:.0f} s: the run cannot go on. Look for a "
+                "rank that waits for another one, then resume with --ckpt.load_enable."
+            ) from None
+        except RayActorError as error:
+            raise TrainingError(
+                f"a {self.name} rank died ({error}): its part of the weights is gone. Free memory if the system killed "
+                "it, then resume with --ckpt.load_enable."
+            ) from error

@@ -1,0 +1,43 @@
+"""The frozen reference, or teacher, on one rank: log-probs of the tokens that the policy sampled. No Ray."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from molt.batch.collate import Batch
+from molt.batch.plan import RankPlan, Scores
+from molt.config import FsdpConfig
+from molt.models.build import build_frozen
+from molt.parallel.mesh import init_distributed, resolve_device
+from molt.train.score import Samples, score
+
+
+@dataclass(frozen=True)
+class ReferenceSettings:
+    """What a reference rank needs to know; derived from the run's config by `cluster`."""
+
+    model: str
+    fsdp: FsdpConfig
+    temperature: float
+    """The policy's: both are compared as distributions at it."""
+    max_len: int
+
+
+class Reference:
+    """A model without optimizer. Its methods are collective: all ranks call them."""
+
+    def __init__(
+        self, settings: ReferenceSettings, rank: int, world_size: int, address: str, port: int, local_rank: int
+    ):
+        self.settings = settings
+        device = resolve_device(settings.fsdp.device, local_rank)
+        mesh = init_distributed(rank, world_size, address, port, device)
+        self.model = build_frozen(settings.model, settings.fsdp, mesh, device, settings.max_len)
+
+    def score(self, plan: RankPlan, samples: Samples) -> Scores:
+        """Log-probs of the trained tokens of a training batch."""
+
+        def logprobs(batch: Batch, mask: Tensor | None) -> Tensor:
+            return self.model(batch, temperature=self.settings.temperature, needed=mask)[0]
+
+        return score(logprobs, plan, samples, packed=self.settings.fsdp.packing_samples)
