@@ -19,7 +19,7 @@ from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from molt import guard
-from molt.algo.plugin import load_estimator
+from molt.algo.plugin import absolute, load_estimator
 from molt.batch.plan import RankPlan
 from molt.config import RLConfig
 from molt.errors import ConfigError, ResourceError
@@ -170,11 +170,12 @@ def runner_settings(config: RLConfig) -> RunnerSettings:
 def model_settings(config: RLConfig, total_steps: int) -> dict[str, tuple[Callable[..., Any], Any]]:
     """By model, its class and what its ranks need to know. total_steps: training batches of the whole run."""
     steps = math.ceil(config.rollouts_per_batch / config.rollouts_per_step)  # of one pass over one batch
-    actor, fsdp, max_len = config.actor, config.fsdp, config.data.max_len
+    actor, fsdp, algo, max_len = config.actor, config.fsdp, config.algo, config.data.max_len
+    advantage = replace(algo.advantage, estimator=absolute(algo.advantage.estimator))
     policy = PolicySettings(
         actor=actor,
         fsdp=fsdp,
-        algo=config.algo,
+        algo=replace(algo, advantage=advantage, loss=algo.loss and absolute(algo.loss)),
         train=config.train,
         temperature=config.rollout.temperature,
         max_len=max_len,

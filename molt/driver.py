@@ -145,8 +145,8 @@ async def _whole(run: Run) -> None:
     stopped, producer = run.producer.stopping, run.producer
     if producer.filtered and not stopped and run.step < run.total_steps:
         print(
-            f"step {run.step} of {run.total_steps}: {producer.filtered} of {producer.judged} groups were filtered, and no "
-            "prompt is left. Widen --algo.dynamic_filtering_range, or raise --train.num_episodes to go on.",
+            f"step {run.step} of {run.total_steps}: {producer.filtered} of {producer.judged} groups were filtered, and "
+            "no prompt is left. Widen --algo.dynamic_filtering_range, or raise --train.num_episodes to go on.",
             file=sys.stderr,
         )
     if not stopped:

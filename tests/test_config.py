@@ -75,7 +75,6 @@ def _read_names() -> set[str]:
 
 def test_every_field_is_read_somewhere():
     names = _read_names()
-    names |= {"kl", "init_coef"}  # 0 is all that `rules.no_kl_yet` lets pass: the flag of a stock command line
     dead = [f"{section}.{field}" for section, field in _fields() if field not in names]
     assert not dead, f"settings that nothing reads: {dead}. Use them or remove them."
 
@@ -89,9 +88,18 @@ WRONG = [
     (config.OptimizerConfig, "min_lr_ratio", -0.1),
     (config.ActorConfig, "eps_clip_low_high", (0.0, 0.2)),
     (config.ActorConfig, "eps_clip_low_high", (1.0, 0.2)),
+    (config.ActorConfig, "dual_clip", 1.0),
+    (config.ActorConfig, "aux_loss_coef", -0.1),
+    (config.ActorConfig, "freezing_steps", -1),
     (config.ActorConfig, "num_nodes", 0),
     (config.ActorConfig, "num_gpus_per_node", 0),
     (config.ActorConfig, "lr_warmup_ratio", 2.0),
+    (config.RefConfig, "num_nodes", 0),
+    (config.RefConfig, "num_gpus_per_node", 0),
+    (config.CriticConfig, "value_clip", 0.0),
+    (config.CriticConfig, "max_epochs", 0),
+    (config.CriticConfig, "num_nodes", 0),
+    (config.CriticConfig, "num_gpus_per_node", 0),
     (config.CkptConfig, "save_steps", 0),
     (config.CkptConfig, "save_steps", -2),
     (config.CkptConfig, "max_num", 0),
@@ -100,9 +108,19 @@ WRONG = [
     (config.PromptDataConfig, "max_len", 1),
     (config.PromptDataConfig, "max_samples", 0),
     (config.AdvantageConfig, "is_correction_threshold", (5.0, 0.5)),
+    (config.AdvantageConfig, "is_correction_threshold", (0.0,)),
+    (config.AdvantageConfig, "is_correction_threshold", (0.1, 0.5, 5.0)),
+    (config.AdvantageConfig, "lam", 1.1),
     (config.AdvantageConfig, "gamma", 0.0),
     (config.AdvantageConfig, "gamma", 1.1),
+    (config.KlConfig, "init_coef", -0.1),
+    (config.KlConfig, "target", 0.0),
+    (config.KlConfig, "horizon", 0),
+    (config.AlgoConfig, "dynamic_filtering_range", (1.0, 1.0)),
     (config.RewardConfig, "clip_range", (1.0, 1.0)),
+    (config.RewardConfig, "overlong_buffer_len", 0),
+    (config.RewardConfig, "overlong_penalty_factor", -1.0),
+    (config.RewardConfig, "stop_properly_penalty_coef", 1.5),
     (config.RolloutConfig, "batch_size", 0),
     (config.RolloutConfig, "n_samples_per_prompt", 0),
     (config.RolloutConfig, "vllm_generate_batch_size", 0),
@@ -145,6 +163,10 @@ def test_a_message_names_the_flag():
         config.RolloutConfig(top_p=0.0)
     with pytest.raises(ConfigError, match=r"^`actor.min_lr_ratio` "):
         config.ActorConfig(min_lr_ratio=2.0)
+    with pytest.raises(ConfigError, match=r"^`critic.min_lr_ratio` "):
+        config.CriticConfig(min_lr_ratio=2.0)
+    with pytest.raises(ConfigError, match=r"^`algo.kl.horizon` "):
+        config.KlConfig(horizon=0)
     with pytest.raises(ConfigError, match=r"^`min_lr_ratio` "):
         config_sft.SftConfig(min_lr_ratio=2.0)
 
@@ -165,6 +187,14 @@ def test_derived_values():
     assert rl.rollouts_per_batch == 32 and rl.rollouts_per_step == 32
     assert config.TrainConfig(async_queue_size=2).staleness_bound == 2
     assert config.TrainConfig(async_queue_size=0, max_staleness=3).staleness_bound == 3
+    assert rl.algo.kl_coef == 0 and not rl.algo.kl_in_reward and not rl.algo.reads_reference_model
+    assert rl.algo.advantage.band == (0.5, 5.0)
+    assert config.AdvantageConfig(is_correction_threshold=(3.0,)).band == (0.0, 3.0)
+    distill = config.AlgoConfig(config.AdvantageConfig(estimator="on_policy_distill"))
+    assert distill.kl_coef == 1 and distill.kl_in_reward and distill.reads_reference_model
+    weighed = config.AlgoConfig(kl=config.KlConfig(0.1, use_loss=True, ref="rollout"))
+    assert weighed.kl_coef == 0.1 and not weighed.kl_in_reward and not weighed.reads_reference_model
+    assert config.CriticConfig().adam.lr == 5e-6
     ckpt = config.CkptConfig(output_dir=Path("out"))
     assert (ckpt.checkpoints, ckpt.run_dir) == (Path("out/checkpoints"), Path("out/run"))
     assert config.CkptConfig(path=Path("elsewhere")).checkpoints == Path("elsewhere")

@@ -34,9 +34,9 @@ def blocks(page: Path, language: str = "") -> list[str]:
     return [block for word, block in zip(parts[1::4], parts[2::4], strict=True) if word == language]
 
 
-def tree() -> dict[str, str]:
-    """Every path in the README's tree, and its comment."""
-    (text,) = [block for block in blocks(ROOT / "README.md") if block.startswith("molt/\n")]
+def tree(page: Path = ROOT / "docs" / "tree.md") -> dict[str, str]:
+    """Every path in the page's tree, and its comment."""
+    (text,) = [block for block in blocks(page) if block.startswith("molt/\n")]
     found, folders = {}, []
     for line in text.splitlines():
         depth = (len(line) - len(line.lstrip())) // 2
@@ -60,7 +60,13 @@ def test_every_file_is_in_the_tree():
     files = [path for path in files if path.is_file() and "__pycache__" not in path.parts]
     missing = {name_of(path) for path in files if path.name != "__init__.py"} - tree().keys()
     missing |= {f"{name_of(path.parent)}/" for path in files if path.name == "__init__.py"} - tree().keys()
-    assert not missing, f"README.md, the tree: add {sorted(missing)}"
+    assert not missing, f"docs/tree.md: add {sorted(missing)}"
+
+
+def test_the_short_tree_is_the_top_of_the_whole_one():
+    whole, short = tree(), tree(ROOT / "README.md")
+    assert short.items() <= whole.items()
+    assert {path for path in whole if path.removeprefix("molt/").count("/") <= 1 and path.endswith("/")} <= short.keys()
 
 
 def test_the_size_of_the_package():
@@ -69,7 +75,7 @@ def test_the_size_of_the_package():
     assert quoted and quoted[1] == f"{total:,}", f"README.md: write `all of molt/: {total:,}`"
 
 
-@pytest.mark.parametrize(("page", "limit"), [("README.md", 200), ("AGENTS.md", 80), *((name_of(p), 120) for p in DOCS)])
+@pytest.mark.parametrize(("page", "limit"), [("README.md", 200), ("AGENTS.md", 80), *((name_of(p), 120) for p in DOCS if p.stem != "tree")])
 def test_pages_are_short(page, limit):
     assert len((ROOT / page).read_text().splitlines()) <= limit
 

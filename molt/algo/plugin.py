@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -119,6 +120,12 @@ def load_loss(name: str) -> PolicyLoss:
     if not 0 < size < inf:
         raise user.error(f"gives logprobs a gradient of size {size}", "Use them without detach() and without 0 / 0")
     return PolicyLoss(fn, user.formula.replace("{", "{{").replace("}", "}}"))
+
+
+def absolute(name: str) -> str:
+    """The same name in a process that started elsewhere."""
+    path, _, function = name.rpartition(":")
+    return f"{Path(path).resolve()}:{function}" if path else name
 
 
 def _load(flag: str, name: str, known: Iterable[str]) -> UserFunction:

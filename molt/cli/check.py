@@ -195,12 +195,11 @@ def check_scoring_models(found: Findings, config: RLConfig, estimator: Any, toke
             continue
         other = check_model(found, config, model, section, cpu_engine=False)
         if tokenizer and other and (differ := tokenizer.get_vocab().items() ^ other.get_vocab().items()):
-            first = min(differ, key=lambda token: token[::-1])
             found.add(
                 "error",
                 f"`{section}.model_name_or_path` (={path}) has another vocabulary than `actor.model_name_or_path` "
-                f"(={actor}), first at {first}: the ids of a rollout are another text there, so its numbers would be "
-                "of that text. Use a model with the actor's tokenizer.",
+                f"(={actor}), first at id {min(i for _, i in differ)}: the ids of a rollout are another text there, so "
+                "its numbers would be of that text. Use a model with the actor's tokenizer.",
             )
 
 

@@ -287,5 +287,5 @@ class SftRun:
 def negative_log_likelihood(model: nn.Module, m: MicroBatch) -> tuple[Tensor, dict[str, Metric]]:
     """`-sum(weight * log p(token))` over the trained tokens."""
     logprobs, entropy = model(m.batch, needed=m.mask)
-    metrics = {"train/entropy": Metric(float((entropy * m.mask).sum()), float(m.mask.sum()))}
+    metrics = {"train/entropy": Metric(float((entropy.detach() * m.mask).sum()), float(m.mask.sum()))}
     return -(m.weights * logprobs).sum(), metrics

@@ -249,8 +249,8 @@ WRONG = [
     (
         "rl",
         "--algo.kl.init_coef 0.1 --ref.model_name_or_path shifted",
-        "`ref.model_name_or_path` (=shifted) has another vocabulary than `actor.model_name_or_path` (=model), first at ('z', 3)",
-        "another text",
+        "`ref.model_name_or_path` (=shifted) has another vocabulary than `actor.model_name_or_path` (=model)",
+        "first at id 3: the ids of a rollout are another text there",
         "Use a model with the actor's tokenizer",
     ),
     (
