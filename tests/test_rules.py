@@ -1,6 +1,7 @@
 """Every rule: silent on good settings, and value, consequence and fix on bad ones."""
 
 import ast
+import functools
 import inspect
 import itertools
 import re
@@ -548,6 +549,7 @@ BROKEN = [
 ]
 
 
+@functools.cache
 def _config(trainer: str, extra: str = ""):
     config_class, good = CONFIGS[trainer]
     return parse(config_class, [token.strip("'") for token in f"{good} {extra}".split()], prog="molt")

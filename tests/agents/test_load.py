@@ -43,7 +43,7 @@ def test_a_missing_file_names_the_nearest(tmp_path):
     write(tmp_path, GOOD, "agent.py")
     with pytest.raises(AgentError, match=r"`train.agent_path` \(=.*agnet.py\) is not a file.*Did you mean 'agent.py'"):
         load_runner(str(tmp_path / "agnet.py"))
-    with pytest.raises(AgentError, match="is not a file: there is nothing to run. Give the path"):
+    with pytest.raises(AgentError, match=r"is not a file: there is nothing to run\. Give the path"):
         load_runner(str(tmp_path / "nowhere" / "agent.py"))
     with pytest.raises(AgentError, match="is not a file"):
         load_runner(str(tmp_path))

@@ -157,7 +157,9 @@ def test_every_gate_matches_the_reference(gating, level, packed, samples, low, h
         if level == "seq":
             trained = [x for x, m in zip(statistics, mask, strict=True) if m]
             statistics = [sum(trained) / max(1, len(trained))] * len(old)
-        assume(not any(math.isclose(x, bound, rel_tol=1e-6) for x in statistics for bound in (low, high)))
+        # Within rounding of a bound either way is right; a bound of 0 has no other side.
+        bounds = [bound for bound in (low, high) if bound]
+        assume(not any(math.isclose(x, b, rel_tol=1e-6, abs_tol=1e-12) for x in statistics for b in bounds))
         expected = [m and low <= max(x, 0.0) <= high for x, m in zip(statistics, mask, strict=True)]
         w = np.exp(np.clip(np.subtract(old, rollout), -30, 30))
         np.testing.assert_allclose(ours, np.where(expected, w, 0), rtol=1e-6, atol=1e-6)
@@ -199,6 +201,23 @@ def test_a_gate_is_finite_and_keeps_what_agrees_at_any_probability(gating):
     for pair in (impossible, likely), (likely, impossible):
         coefficient, _ = correction(*pair, everything[0][:1], everything[1][:1], **settings)
         assert coefficient.tolist() == [0]
+
+
+def test_binary_kl_is_precise_for_nearly_equal_and_nearly_certain_tokens():
+    # 1 - p = 1e-13 and 1 - q = 1e-10: -1e-13 + 1e-10 + 1e-13 ln 1e-3 = 1e-10 - 1e-13 (1 + 6.907755).
+    certain = tuple(torch.tensor([x], dtype=torch.float64) for x in (-1e-13, -1e-10))
+    assert GATINGS["binary_kl"](*certain).item() == pytest.approx(1e-10 - 7.907755e-13, rel=1e-9, abs=0)
+    # float32 log-probs around ln 1/2 that differ by x: (p / (1-p)) x^2 / 2 = x^2 / 2, at most 5e-9: float64 inside.
+    rollout = torch.full((1001,), -math.log(2))
+    old = rollout + torch.linspace(-1e-4, 1e-4, 1001)
+    everything, settings = (torch.ones(1001).bool(), torch.zeros(1001).long()), {"level": "token", "mode": "mask"}
+    kept = correction(old, rollout, *everything, gating="binary_kl", low=0.0, high=1e-9, **settings)[1]
+    x = (old.double() - rollout.double()).abs()
+    assert kept[x < 0.99 * 2e-9**0.5].all() and not kept[x > 1.01 * 2e-9**0.5].any()
+    # A difference of one float64 rounding leaves a KL of -1e-17 unless it is held at 0.
+    rollout = torch.linspace(-3, -0.01, 1001).double()
+    old = rollout * (1 + 2e-16)
+    assert correction(old, rollout, *everything, gating="binary_kl", low=0.0, high=1e-9, **settings)[1].all()
 
 
 @pytest.mark.parametrize("gating", ["ratio", *GATINGS])

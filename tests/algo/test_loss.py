@@ -29,6 +29,8 @@ def reference(name, samples, low, high, dual_clip):
             if name == "gspo":
                 d = sum(trained) / len(trained) if trained else 0.0
             ratio = math.exp(d)
+            bounds = (1 - low, 1 + high, dual_clip or 9, high)
+            assume(not any(math.isclose(ratio, b, rel_tol=1e-9) for b in bounds))  # either way there is right
             if name == "cispo":
                 losses.append(-min(ratio, high) * advantage * new)
                 clipped.append(ratio > high)
@@ -38,8 +40,6 @@ def reference(name, samples, low, high, dual_clip):
                 objective = max(objective, dual_clip * advantage)
             losses.append(-objective)
             clipped.append(objective != ratio * advantage)
-            bounds = (1 - low, 1 + high, dual_clip or 9)
-            assume(not any(math.isclose(ratio, b, rel_tol=1e-9) for b in bounds))  # either way there is right
         out.append((losses, clipped))
     return out
 
@@ -58,8 +58,8 @@ def flat(fn, logprobs, old, advantages, *, low=0.2, high=0.2, dual_clip=None):
     return fn(logprobs, old, advantages, mask, segments, low=low, high=high, dual_clip=dual_clip)
 
 
-far, near = st.floats(-40, 0), st.floats(-1, -0.5)
-token = st.one_of(*(st.tuples(x, x, st.floats(-5, 5), st.booleans()) for x in (far, near)))
+far, near, advantage = st.floats(-40, 0), st.floats(-1, -0.5), st.integers(-40, 40).map(lambda n: n / 8)
+token = st.one_of(*(st.tuples(x, x, advantage, st.booleans()) for x in (far, near)))
 sample = st.lists(token, min_size=1, max_size=12).map(lambda tokens: tuple(zip(*tokens, strict=True)))
 bound = st.floats(0.05, 0.5)
 

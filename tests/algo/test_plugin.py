@@ -1,4 +1,4 @@
-"""Estimators and losses of the user's: what they may be, and every way in which they are refused when they are loaded."""
+"""Estimators and losses of the user's: what they may be, and every way in which they are refused at the start."""
 
 from pathlib import Path
 

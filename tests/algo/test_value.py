@@ -77,7 +77,7 @@ def test_the_variance_from_added_sums_matches_the_reference(batch):
 
 
 def explained(returns, values, mask=None):
-    returns, values = torch.tensor(returns), torch.tensor(values)
+    returns, values = torch.tensor(returns).double(), torch.tensor(values).double()
     mask = torch.ones(len(returns)).bool() if mask is None else torch.tensor(mask, dtype=torch.bool)
     return explained_variance(variance_sums(returns, values, mask))
 
@@ -90,7 +90,13 @@ def test_the_explained_variance_by_hand():
     assert explained([0.0, 4.0], [4.0, 0.0]) == -3  # err -4, 4: variance 16
 
 
-@pytest.mark.parametrize("returns", [[], [5.0], [0.1] * 7, [0.0, 0.0]])
+@pytest.mark.parametrize("n", range(2, 40))
+def test_equal_returns_leave_no_rounding_error_to_divide_by(n):
+    returns = torch.full((n,), 0.1, dtype=torch.float64)
+    assert explained_variance(variance_sums(returns, torch.rand(n), torch.ones(n).bool())) == 0.0
+
+
+@pytest.mark.parametrize("returns", [[], [5.0], [0.25] * 7, [0.0, 0.0]])
 def test_returns_that_do_not_vary_give_0_and_no_nan(returns):
     assert explained(returns, [float(i) for i in range(len(returns))]) == 0.0
     assert explained(returns, [0.0] * len(returns), [False] * len(returns)) == 0.0

@@ -15,12 +15,14 @@ from molt.cli.main import main
 from molt.config import CkptConfig, RLConfig
 from molt.errors import CheckpointError, ConfigError, MoltError
 from tests.cli.conftest import write_rows
+from tests.tiny import char_tokenizer
 
 RL = (
     "--actor.model_name_or_path model --data.prompt_dataset prompts.jsonl --data.label_key label "
     "--data.apply_chat_template --data.max_len 64 --train.agent_path agent.py --fsdp.device cpu "
     "--rollout.batch_size 8 --rollout.n_samples_per_prompt 4 --vllm.num_engines 1"
 )
+ALGORITHMS = Path(__file__).resolve().parents[2] / "examples" / "python" / "algorithms"
 SFT = "--model.model_name_or_path model --data.dataset prompts.jsonl --data.output_key label --data.max_len 64"
 
 
@@ -68,6 +70,18 @@ def test_a_gpu_that_is_not_there(run, capsys, monkeypatch):
     [
         ("", "ok", "policy 1 x 1 + engines 1 x 1 = 2, 4 GPUs here"),
         ("--vllm.num_engines 4", "warning", "policy 1 x 1 + engines 4 x 1 = 5, 4 GPUs here: the Ray cluster must"),
+        (
+            "--algo.kl.init_coef 0.1 --algo.advantage.estimator gae --critic.num_gpus_per_node 2",
+            "warning",
+            "policy 1 x 1 + reference 1 x 1 + critic 1 x 2 + engines 1 x 1 = 5, 4 GPUs here: the Ray cluster must",
+        ),
+        (
+            "--algo.kl.init_coef 0.1 --algo.advantage.estimator gae --train.colocate_fsdp_models",
+            "ok",
+            "policy 1 x 1 + engines 1 x 1 = 2, 4 GPUs here",
+        ),
+        ("--algo.kl.init_coef 0.1 --ref.num_gpus_per_node 8", "error", "reference 1 x 8 + engines 1 x 1 = 10, 4 GPUs"),
+        ("--algo.kl.init_coef 0.1 --algo.kl.ref rollout", "ok", "policy 1 x 1 + engines 1 x 1 = 2, 4 GPUs here"),
         ("--actor.num_gpus_per_node 8", "error", "policy 1 x 8 + engines 1 x 1 = 9, 4 GPUs here: no node"),
         ("--vllm.tensor_parallel_size 8", "error", "engines 1 x 8 = 9, 4 GPUs here: no node"),
     ],
@@ -112,6 +126,62 @@ def test_prompts_that_are_trained_and_evaluated(kind, run, capsys):
     assert not [line for line in _check(capsys, "--eval.dataset eval.jsonl", kind)[1] if "trained on too" in line]
 
 
+@pytest.fixture
+def teacher(run) -> Path:
+    """Another model with the same tokenizer, for a context of 32 tokens; it has no weights."""
+    char_tokenizer().save_pretrained(run / "teacher")
+    config = json.loads((run / "model" / "config.json").read_text())
+    (run / "teacher" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 32}))
+    return run / "teacher"
+
+
+@pytest.mark.parametrize(
+    ("section", "used"),
+    [
+        ("ref", "--algo.kl.init_coef 0.1"),
+        ("ref", "--algo.advantage.estimator on_policy_distill"),
+        ("critic", "--algo.advantage.estimator gae"),
+    ],
+)
+def test_a_reference_and_a_critic_are_looked_at_where_they_are_used(section, used, run, teacher, capsys):
+    flag = f"--{section}.model_name_or_path teacher"
+    code, lines = _check(capsys, f"{flag} {used} --data.max_len 32")
+    assert code == 0 and "ok       model: qwen3 at teacher" in lines
+    code, lines = _check(capsys, f"{flag} {used}")
+    (error,) = (line for line in lines if line.startswith("error "))
+    assert code == 1 and "`data.max_len` (=64) is above the model's max_position_embeddings (=32)" in error
+    code, lines = _check(capsys, f"{flag} --algo.kl.init_coef 0")
+    (warning,) = (line for line in lines if "teacher" in line)
+    assert code == 0 and warning.startswith(f"warning  `{section}.model_name_or_path` (=teacher)")
+    assert _check(capsys, f"{flag} {used} --eval.eval_only --eval.dataset prompts.jsonl")[0] == 0
+
+
+def test_the_actors_own_model_is_looked_at_once(run, capsys):
+    code, lines = _check(
+        capsys, "--algo.kl.init_coef 0.1 --algo.advantage.estimator gae --ref.model_name_or_path model"
+    )
+    assert code == 0 and sum("model: qwen3" in line for line in lines) == 1
+
+
+def test_functions_of_the_user(run, capsys):
+    code, lines = _check(
+        capsys,
+        f"--algo.advantage.estimator {ALGORITHMS}/group_median.py:group_median "
+        f"--algo.loss {ALGORITHMS}/asymmetric_reinforce.py:asymmetric_reinforce",
+    )
+    assert code == 0 and lines[0] == "ok       settings: all rules hold"
+    code, lines = _check(capsys, "--algo.advantage.estimator mine.py:f --eval.eval_only --eval.dataset prompts.jsonl")
+    assert code == 0, "an evaluation has no advantages"
+
+
+def test_what_an_estimator_does_not_read_is_a_warning(run, capsys):
+    flags = f"--algo.advantage.estimator {ALGORITHMS}/group_median.py:group_median --critic.adam.lr 1e-4"
+    code, lines = _check(capsys, f"{flags} --algo.advantage.gamma 0.9")
+    assert code == 0 and "all rules hold" in "\n".join(lines)
+    for name in ("critic.adam.lr", "algo.advantage.gamma"):
+        assert any(line.startswith(f"warning  `{name}`") for line in lines)
+
+
 def test_sft_names_its_own_flags(run, capsys):
     code, lines = _check(capsys, "--model.model_name_or_path modle --data.dataset nowhere.jsonl", "sft")
     assert code == 1
@@ -133,6 +203,8 @@ def test_disk_space(run, capsys, monkeypatch):
     ("--ckpt.max_mem {one} --eval.dataset prompts.jsonl", 2 + 6 + 3),  # so does the best, with its model
     ("--ckpt.max_mem {one} --eval.dataset prompts.jsonl --ckpt.best_metric_key none", 1 + 3 + 3),
     ("--ckpt.save_steps -1", 1 + 3),
+    ("--ckpt.save_steps -1 --algo.advantage.estimator gae", 1 + 6),  # the critic is as large, and is not exported
+    ("--ckpt.save_steps -1 --critic.model_name_or_path model", 1 + 3),  # there is none
 ])  # fmt: skip
 def test_disk_space_in_multiples_of_the_stored_model(run, flags, models):
     """In float32: a master and two moments make a checkpoint three times the model."""

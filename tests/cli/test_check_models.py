@@ -96,6 +96,15 @@ def test_what_automodel_would_train_as_another_model_is_refused(run, capsys, kin
     assert check(capsys, kind, flags, path)[1] == [], "transformers trains it"
 
 
+@pytest.mark.parametrize(("model", "config", "why"), [("qwen3_moe", MOE, None), ("gemma2", {}, "Gemma2ForCausalLM")])
+def test_only_experts_are_balanced(run, capsys, model, config, why):
+    path = model_of(run, model, **{"architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": None, **config})
+    errors = check(capsys, "rl", "--actor.aux_loss_coef 0.001", path)[1]
+    assert len(errors) == (why is not None)
+    assert not why or f"`actor.aux_loss_coef` (=0.001): {why} has no experts" in errors[0]
+    assert check(capsys, "rl", "", path)[1] == []
+
+
 def test_automodel_that_is_not_installed(run, capsys, monkeypatch):
     monkeypatch.setattr("molt.models.automodel.find_spec", lambda name: None)
     errors = check(capsys, "sft", "--fsdp.backend automodel")[1]

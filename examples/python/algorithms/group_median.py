@@ -1,4 +1,4 @@
-"""An advantage estimator: the baseline of a rollout is the median of its group, so that one lucky rollout moves it less.
+"""An advantage estimator: the baseline is the median of the group, which one lucky rollout does not move.
 
     molt rl ... --rollout.n_samples_per_prompt 8 \\
         --algo.advantage.estimator examples/python/algorithms/group_median.py:group_median
