@@ -131,9 +131,9 @@ class ActorConfig(OptimizerConfig, ModelConfig, prefix="actor."):
     """ppo: with A < 0 the loss of a token is at most this times |A|. Unset: not bounded."""
     loss_mode: Literal["ppo", "gspo", "cispo"] = "ppo"
     """The policy loss; see docs/algorithms.md. `algo.loss` names your own."""
-    loss_agg_mode: Literal[
-        "token-mean", "seq-mean-token-mean", "prompt-mean-token-mean", "seq-mean-token-sum-norm"
-    ] = "token-mean"
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "prompt-mean-token-mean", "seq-mean-token-sum-norm"] = (
+        "token-mean"
+    )
     """The weight of a token in the loss."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus; negative values punish entropy."""

@@ -146,6 +146,10 @@ def coefficient_can_adapt(c: RLConfig) -> Message:
     if c.algo.kl.target is not None and c.algo.kl_coef == 0:
         fix = "Use --algo.kl.init_coef 0.001, or drop --algo.kl.target"
         return message(c, "algo.kl.target algo.kl.init_coef", "it is adapted by a factor, and 0 times it is 0", fix)
+    if c.algo.kl.target is not None and c.algo.kl.horizon < c.rollouts_per_batch:
+        consequence = f"one batch of {c.rollouts_per_batch} rollouts would move it by more than a fifth, or below 0"
+        fix = f"Use --algo.kl.horizon {20 * c.rollouts_per_batch}"
+        return message(c, "algo.kl.horizon algo.kl.target", consequence, fix)
 
 
 def freezing_needs_a_critic(c: RLConfig, estimator: Any) -> Message:

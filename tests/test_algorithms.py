@@ -14,7 +14,7 @@ from molt.cli.args import parse
 from molt.cluster import model_ranks
 from molt.config import RLConfig
 from molt.errors import CheckpointError, ResourceError
-from tests.runs import events, metrics, run, settings, trained_groups, write_prompts
+from tests.runs import events, metrics, run, settings, write_prompts
 
 pytestmark = pytest.mark.ray
 GAE = ["--algo.advantage.estimator", "gae", "--critic.adam.lr", "1e-2", "--critic.gradient_checkpoint", "none"]

@@ -105,8 +105,10 @@ BROKEN = [
             "would never read it",
             fix,
         )
-        for name in ("grpo", "rloo", "dr_grpo", "reinforce_baseline", "flash_reinforce")
-        for fix in ("--algo.kl.use_loss --algo.kl.estimator k3", "--algo.advantage.estimator reinforce")
+        for name, fix in [
+            ("grpo", "--algo.kl.use_loss --algo.kl.estimator k3"),
+            ("flash_reinforce", "--algo.advantage.estimator reinforce"),
+        ]
     ),
     *(
         (
@@ -148,6 +150,14 @@ BROKEN = [
         (rules.kl_loss_has_a_gradient, "rl", "--algo.kl.use_loss", ["(=True)", "(=k1)"], "is 0 on average", fix)
         for fix in ("--algo.kl.estimator k2", "--algo.kl.estimator k3")
     ),
+    (
+        rules.coefficient_can_adapt,
+        "rl",
+        "--algo.kl.init_coef 0.1 --algo.kl.target 0.05 --algo.kl.horizon 47",  # a batch is 12 x 4 rollouts
+        ["(=47)", "(=0.05)"],
+        "one batch of 48 rollouts would move it",
+        "--algo.kl.horizon 960",
+    ),
     *(
         (
             rules.coefficient_can_adapt,
@@ -168,8 +178,7 @@ BROKEN = [
             "would train nothing",
             fix,
         )
-        for name in ("reinforce", "grpo")
-        for fix in ("--actor.freezing_steps 0", "--algo.advantage.estimator gae")
+        for name, fix in [("reinforce", "--actor.freezing_steps 0"), ("grpo", "--algo.advantage.estimator gae")]
     ),
     *(
         (
@@ -209,12 +218,12 @@ BROKEN = [
             "only says which tokens or samples drop out",
             fix,
         )
-        for gating in ("binary_kl", "tv")
-        for wrong in ("level geo", "level off", "mode clip", "mode trunc")
-        for fix in (
-            "--algo.advantage.is_correction_level token --algo.advantage.is_correction_mode mask",
-            "--algo.advantage.is_correction_gating ratio",
-        )
+        for gating, wrong, fix in [
+            ("tv", "level geo", "--algo.advantage.is_correction_gating ratio"),
+            ("tv", "level off", "--algo.advantage.is_correction_level token --algo.advantage.is_correction_mode mask"),
+            ("binary_kl", "mode trunc", "--algo.advantage.is_correction_gating ratio"),
+            ("binary_kl", "mode clip", "--algo.advantage.is_correction_mode mask"),
+        ]
     ),
     (
         rules.divergence_gates_a_mask,
@@ -438,8 +447,11 @@ BROKEN = [
             "no critic is built",
             "--algo.advantage.estimator gae",
         )
-        for name, value in (("model_name_or_path", "m"), ("adam.lr", "0.1"), ("max_epochs", "2"))
-        for estimator in ("reinforce", "grpo", "on_policy_distill")
+        for name, value, estimator in [
+            ("model_name_or_path", "m", "reinforce"),
+            ("adam.lr", "0.1", "grpo"),
+            ("max_epochs", "2", "on_policy_distill"),
+        ]
     ),
     *(
         (
@@ -477,8 +489,7 @@ BROKEN = [
             "only k1 has the gradient of the KL",
             fix,
         )
-        for name in ("k2", "k3")
-        for fix in ("--algo.kl.estimator k1", "--algo.kl.use_loss")
+        for name, fix in (("k2", "--algo.kl.estimator k1"), ("k3", "--algo.kl.use_loss"))
     ),
     (
         rules.warn_gspo_never_clips,

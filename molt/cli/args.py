@@ -166,6 +166,8 @@ def _typed(value: Any, hint: Any, name: str, path: Path) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if types.NoneType in args:
         return _typed(value, args[0], name, path)
+    if Ellipsis in args and isinstance(value, list):  # as many as there are; the range says how many may be
+        args = args[:1] * len(value)
     if origin is Literal:
         fits, wanted = value in args, "one of " + ", ".join(map(repr, args))
     elif origin is tuple:

@@ -91,7 +91,7 @@ def test_an_unknown_flag_names_the_nearest(argv, meant, capsys):
         ("--actor.num_nodes=1.5", ["`actor.num_nodes` (=1.5)", "must be an integer"]),
         ("--rollout.max_new_tokens many", ["`rollout.max_new_tokens` (=many)", "must be an integer"]),
         ("--rollout.max_new_tokens", ["--rollout.max_new_tokens", "Expected 1 values"]),
-        ("--algo.advantage.estimator grp", ["`algo.advantage.estimator` (=grp)", "Did you mean 'grpo'?", "rloo, grpo"]),
+        ("--actor.loss_mode gpso", ["`actor.loss_mode` (=gpso)", "Did you mean 'gspo'?", "ppo, gspo, cispo"]),
         ("--fsdp.param_dtype bf61", ["`fsdp.param_dtype` (=bf61)", "Did you mean 'bf16'?", "bf16, fp16, fp32"]),
         ("--actor.eps_clip_low_high 0.2", ["--actor.eps_clip_low_high", "Expected 2 values"]),
         ("--data.apply_chat_template True", ["--data.apply_chat_template", "takes no value", "'True'"]),
