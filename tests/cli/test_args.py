@@ -151,6 +151,7 @@ def test_a_file_gives_the_defaults_and_flags_override_it(tmp_path):
         ("[actor.adam]\nlr = 'x'", "`actor.adam.lr` (='x') must be a number."),
         ("[actor.adam]\nbetas = [0.9]", "`actor.adam.betas` (=[0.9]) must be a list of 2 values."),
         ("[actor.adam]\nbetas = [0.9, 'x']", "`actor.adam.betas` (='x') must be a number."),
+        ("[algo.advantage]\nis_correction_threshold = [0.5, 'x']", "`algo.advantage.is_correction_threshold` (='x') must"),
         ("[data]\napply_chat_template = 1", "`data.apply_chat_template` (=1) must be true or false."),
         ("[data]\nlabel_key = 1", "`data.label_key` (=1) must be a string."),
         ("[ckpt]\noutput_dir = 1", "`ckpt.output_dir` (=1) must be a path in quotes."),
@@ -172,6 +173,8 @@ def _values(hint) -> st.SearchStrategy:
     if typing.get_origin(hint) is Literal:
         return st.sampled_from(options)
     if typing.get_origin(hint) is tuple:
+        if Ellipsis in options:
+            return st.lists(_values(options[0]), min_size=1, max_size=2).map(tuple)
         return st.tuples(*map(_values, options))
     if options:  # X | None
         return st.none() | _values(options[0])
