@@ -151,7 +151,7 @@ def test_a_file_gives_the_defaults_and_flags_override_it(tmp_path):
         ("[actor.adam]\nlr = 'x'", "`actor.adam.lr` (='x') must be a number."),
         ("[actor.adam]\nbetas = [0.9]", "`actor.adam.betas` (=[0.9]) must be a list of 2 values."),
         ("[actor.adam]\nbetas = [0.9, 'x']", "`actor.adam.betas` (='x') must be a number."),
-        ("[algo.advantage]\nis_correction_threshold = [0.5, 'x']", "`algo.advantage.is_correction_threshold` (='x') must"),
+        ("[algo.advantage]\nis_correction_threshold = [0.5, 'x']", "is_correction_threshold` (='x') must be a number"),
         ("[data]\napply_chat_template = 1", "`data.apply_chat_template` (=1) must be true or false."),
         ("[data]\nlabel_key = 1", "`data.label_key` (=1) must be a string."),
         ("[ckpt]\noutput_dir = 1", "`ckpt.output_dir` (=1) must be a path in quotes."),
