@@ -31,7 +31,7 @@ from molt.rollout.producer import GRACE_S, RunnerPool
 from molt.rollout.runner_worker import RunnerSettings, RunnerWorker
 from molt.train.critic import Critic, CriticSettings
 from molt.train.policy import Policy, PolicySettings
-from molt.train.policy_worker import CriticRanks, CriticWorker, PolicyRanks, PolicyWorker, ReferenceWorker
+from molt.train.policy_worker import CriticWorker, PolicyRanks, PolicyWorker, ReferenceWorker
 from molt.train.rank_worker import Ranks, ScoreRefs
 from molt.train.reference import Reference, ReferenceSettings
 from molt.types import Metric
@@ -66,7 +66,7 @@ class Cluster:
     """No rank at all with `eval.eval_only`."""
     reference: Ranks | None
     """None unless a KL to a frozen model is computed."""
-    critic: CriticRanks | None
+    critic: Ranks | None
     """None unless the estimator needs values."""
     runners: RunnerPool
 
@@ -101,7 +101,8 @@ def start_ray(config: RLConfig) -> None:
     """Join the Ray cluster of this machine (`ray start`), or start a local one that ends with this driver."""
     device = resolve_device(config.fsdp.device)
     variables = THIRD_PARTY_ENV | (CPU_ENV if device.type == "cpu" else {})
-    if Path(config.actor.model_name_or_path).exists():
+    used = [config.actor.model_name_or_path, config.ref.model_name_or_path, config.critic.model_name_or_path]
+    if all(Path(model).exists() for model in used if model):
         variables["HF_HUB_OFFLINE"] = "1"
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     logging.getLogger("ray").setLevel(logging.ERROR)
@@ -179,7 +180,7 @@ def model_settings(config: RLConfig, total_steps: int) -> dict[str, tuple[Callab
         train=config.train,
         temperature=config.rollout.temperature,
         max_len=max_len,
-        total_steps=max(1, total_steps - actor.freezing_steps) * steps * config.train.max_epochs,
+        total_steps=(total_steps - actor.freezing_steps) * steps * config.train.max_epochs,
         engine_dtype=engine_dtype(config),
     )
     path = actor.model_name_or_path
@@ -237,11 +238,7 @@ async def start(config: RLConfig, total_steps: int, engine_worker: Any = Rollout
     )
 
 
-RANKS = {
-    "policy": (PolicyRanks, PolicyWorker),
-    "reference": (Ranks, ReferenceWorker),
-    "critic": (CriticRanks, CriticWorker),
-}
+RANKS = {"policy": (PolicyRanks, PolicyWorker), "reference": (Ranks, ReferenceWorker), "critic": (Ranks, CriticWorker)}
 
 
 def _place(counts: dict[str, int], gpus: int, *, together: bool, timeout_s: float) -> dict[str, Any]:

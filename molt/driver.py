@@ -22,7 +22,7 @@ from molt.config import RLConfig
 from molt.data.mixture import EpochOrder
 from molt.data.prompts import PromptDataset, PromptStream
 from molt.data.rows import DropReport, UnusableRow, load_rows
-from molt.errors import MoltError
+from molt.errors import ConfigError, MoltError
 from molt.loop import Run, evaluate_now, publish, train
 from molt.publish.publication import Publisher
 from molt.records import Records, refuse_other_run
@@ -82,6 +82,11 @@ async def drive(config: RLConfig, engine_worker: Any = RolloutEngineWorker) -> N
     """The driver of one run, inside a Ray session."""
     stream = _prompt_stream(config)
     total_steps = min(config.train.max_steps or sys.maxsize, math.ceil(len(stream) / config.rollout.batch_size))
+    if 0 < total_steps <= config.actor.freezing_steps:
+        raise ConfigError(
+            f"`actor.freezing_steps` (={config.actor.freezing_steps}) with {total_steps} steps in all: the policy "
+            f"would never be trained. Use a value below {total_steps}, or more prompts or steps."
+        )
     renderer = load_renderer(
         config.actor.model_name_or_path, config.data.chat_template, apply_chat_template=config.data.apply_chat_template
     )

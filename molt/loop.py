@@ -126,7 +126,8 @@ def _shaped(rewards: list[list[float]]) -> dict[str, Metric]:
 def _adapt_kl(run: Run, measured: dict[str, Metric]) -> dict[str, Metric]:
     """The coefficient of this batch; that of the next one is nearer to what `algo.kl.target` wants."""
     kl, used, found = run.config.algo.kl, run.kl_coef, measured.get("train/kl")
-    if used and kl.target and found:
+    moved = run.step > run.config.actor.freezing_steps  # a policy that waits for its critic keeps its KL
+    if used and kl.target and moved and found and found.count:
         rollouts = int(measured["rollout/shaped_reward"].count)
         run.kl_coef = adapt(used, found.total / found.count, target=kl.target, horizon=kl.horizon, rollouts=rollouts)
     return {"train/kl_coef": Metric(used)} if used else {}

@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+import zlib
 from pathlib import Path
 from types import ModuleType
 
@@ -15,7 +16,8 @@ def load_module(path: str, flag: str, error: type[MoltError] = ConfigError) -> M
     if not file.is_file():
         near = did_you_mean(file.name, [p.name for p in file.parent.glob("*.py")]) if file.parent.is_dir() else ""
         raise error(f"{setting} is not a file: there is nothing to run.{near} Give the path of a FILE.py.")
-    spec = importlib.util.spec_from_file_location(f"molt_plugin_{file.stem}", file)
+    name = f"molt_plugin_{file.stem}_{zlib.crc32(str(file.resolve()).encode()):08x}"  # agent.py may be there twice
+    spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise error(f"{setting} is not a Python file: it cannot be imported. Use FILE.py.")
     module = importlib.util.module_from_spec(spec)

@@ -235,7 +235,7 @@ class Records:
                 f"{run.total_steps}, not {state['total_steps']} as before: the rate jumps here.",
                 file=sys.stderr,
             )
-        if self.config.algo.kl.target:
+        if self.config.algo.kl.target and state["kl_coef"]:  # 0: the run had no KL before
             run.kl_coef = state["kl_coef"]
         run.step, run.evaluated = self.saved = state["step"], state["evaluated"]
         run.producer.restore(state["ledger"], groups, run.step)

@@ -146,6 +146,10 @@ def coefficient_can_adapt(c: RLConfig) -> Message:
     if c.algo.kl.target is not None and c.algo.kl_coef == 0:
         fix = "Use --algo.kl.init_coef 0.001, or drop --algo.kl.target"
         return message(c, "algo.kl.target algo.kl.init_coef", "it is adapted by a factor, and 0 times it is 0", fix)
+    if c.algo.kl.target is not None and (c.algo.kl.ref, c.algo.kl.estimator) == ("rollout", "k1"):
+        consequence = "over tokens of the reference the mean of k1 is minus a KL, so the coefficient would only shrink"
+        names = "algo.kl.target algo.kl.ref algo.kl.estimator"
+        return message(c, names, consequence, "Use --algo.kl.estimator k3, or --algo.kl.ref model")
     if c.algo.kl.target is not None and c.algo.kl.horizon < c.rollouts_per_batch:
         consequence = f"one batch of {c.rollouts_per_batch} rollouts would move it by more than a fifth, or below 0"
         fix = f"Use --algo.kl.horizon {20 * c.rollouts_per_batch}"
@@ -170,6 +174,17 @@ def cispo_has_a_ceiling(c: RLConfig) -> Message:
         consequence = "its high is the ceiling of the ratio itself, and below 1 it would shrink even fresh tokens"
         fix = "Use --actor.eps_clip_low_high 0.2 5"
         return message(c, "actor.eps_clip_low_high actor.loss_mode", consequence, fix)
+
+
+def band_holds_fresh_tokens(c: RLConfig) -> Message:
+    advantage = c.algo.advantage
+    low, high = advantage.band
+    if advantage.is_correction_level != "off" and advantage.is_correction_gating == "ratio" and not low <= 1 <= high:
+        consequence = (
+            "a token that trainer and engine agree on has ratio 1, so all would be dropped or rescaled"
+        )
+        names = "algo.advantage.is_correction_threshold algo.advantage.is_correction_level"
+        return message(c, names, consequence, "Use --algo.advantage.is_correction_threshold 0.5 5")
 
 
 def one_loss(c: RLConfig) -> Message:
@@ -304,6 +319,7 @@ RULES: list[Rule] = [
     coefficient_can_adapt,
     dual_clip_needs_ppo,
     cispo_has_a_ceiling,
+    band_holds_fresh_tokens,
     one_loss,
     divergence_gates_a_mask,
     one_length_penalty,

@@ -13,7 +13,7 @@ from molt.algo.kl import adapt
 from molt.cli.args import parse
 from molt.cluster import model_ranks
 from molt.config import RLConfig
-from molt.errors import CheckpointError, ResourceError
+from molt.errors import CheckpointError, ConfigError, ResourceError
 from tests.runs import events, metrics, run, settings, write_prompts
 
 pytestmark = pytest.mark.ray
@@ -66,6 +66,26 @@ def test_a_resumed_critic_ends_with_the_same_bits(gae_run, model_dir, tmp_path):
     assert all(torch.equal(policies[0][name], policies[1][name]) for name in policies[0])
 
 
+def test_each_model_may_have_its_own_number_of_ranks(ray_session, model_dir, tmp_path):
+    """What one model says reaches the ranks of another that have other samples."""
+    prompts, found = write_prompts(tmp_path / "p.jsonl", 16), {}
+    more = [*GAE, *QUEUE_0, "--algo.kl.init_coef", "0.1", "--train.micro_batch_size", "3", "--train.batch_size", "8"]
+    for name, ranks in {"one": (1, 1, 1), "several": (2, 1, 2)}.items():
+        each = zip(("actor", "critic", "ref"), map(str, ranks), strict=True)
+        counts = [flag for model, n in each for flag in (f"--{model}.num_gpus_per_node", n)]
+        run(settings(model_dir, tmp_path / name, prompts, *more, *counts))
+        found[name] = tmp_path / name
+    for name in ("train/kl", "train/value_loss", "train/explained_variance", "train/loss", "train/grad_norm"):
+        first, later = metrics(found["several"], name), metrics(found["one"], name)
+        assert first[:2] == pytest.approx(later[:2], rel=1e-3, abs=1e-5), name
+
+
+def test_a_policy_that_would_stay_frozen_is_refused(ray_session, model_dir, tmp_path):
+    with pytest.raises(ConfigError, match=r"`actor.freezing_steps` \(=4\) with 4 steps"):
+        run(settings(model_dir, tmp_path / "out", write_prompts(tmp_path / "p.jsonl", 16), *GAE,
+                     "--actor.freezing_steps", "4"))  # fmt: skip
+
+
 def test_a_checkpoint_without_a_critic_is_refused(ray_session, model_dir, tmp_path):
     output, prompts = tmp_path / "out", write_prompts(tmp_path / "p.jsonl", 16)
     run(settings(model_dir, output, prompts, "--train.max_steps", "2"))
@@ -114,6 +134,8 @@ def test_filtered_groups_are_replaced_and_counted(ray_session, model_dir, tmp_pa
     assert metrics(output, "rollout/score") == [1 / 16] * steps
     seen = zip(*(metrics(output, f"rollout/{name}") for name in ("filtered", "all_fail", "all_pass")), strict=True)
     assert all(filtered == pytest.approx(fail + passed) for filtered, fail, passed in seen)
+    judged, filtered = (sum(metrics(output, f"rollout/{name}_count")) for name in ("judged", "filtered"))
+    assert judged <= 50 and judged - filtered == len(kept)
 
 
 def test_a_filter_that_leaves_nothing_ends_the_run_and_says_so(ray_session, model_dir, tmp_path, capsys):

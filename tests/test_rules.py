@@ -199,6 +199,25 @@ BROKEN = [
         "shrink even fresh tokens",
         "--actor.eps_clip_low_high 0.2 5",
     ),
+    *(
+        (
+            rules.band_holds_fresh_tokens,
+            "rl",
+            f"--algo.advantage.is_correction_threshold {band}",
+            ["(=token)"],
+            "has ratio 1",
+            "--algo.advantage.is_correction_threshold 0.5 5",
+        )
+        for band in ("2 5", "0.5", "0.2 0.9")
+    ),
+    (
+        rules.coefficient_can_adapt,
+        "rl",
+        "--algo.kl.init_coef 0.1 --algo.kl.target 0.05 --algo.kl.ref rollout",
+        ["(=0.05)", "(=rollout)", "(=k1)"],
+        "would only shrink",
+        "--algo.kl.estimator k3",
+    ),
     (
         rules.one_loss,
         "rl",
@@ -641,7 +660,7 @@ def test_flash_reinforce_needs_two_rollouts_in_the_batch_and_no_group():
     "flags",
     [
         "--algo.kl.init_coef 0.1",
-        "--algo.kl.init_coef 0.1 --algo.kl.ref rollout --algo.kl.target 0.05",
+        "--algo.kl.init_coef 0.1 --algo.kl.ref rollout --algo.kl.estimator k3 --algo.kl.use_loss --algo.kl.target 0.05",
         "--algo.kl.init_coef 0.1 --algo.kl.use_loss --algo.kl.estimator k2 --algo.advantage.estimator grpo",
         "--algo.advantage.estimator gae --actor.freezing_steps 2 --algo.advantage.lam 0.95 --algo.advantage.gamma 0.99 "
         "--critic.adam.lr 1e-4 --critic.value_clip 0.5",

@@ -155,7 +155,7 @@ ADVANTAGES: dict[str, Estimator] = {
     "dr_grpo": Estimator("group", False, group_mean, "R - mean(group)"),
     "flash_reinforce": Estimator("group", False, flash_reinforce, "R - mean(batch)"),
     "gae": Estimator("token", True, gae, "sum_u>=t (gamma lam)^(u-t) (r_u + gamma V_next - V_u)", ("values",)),
-    "on_policy_distill": Estimator("token", False, on_policy_distill, "-beta (logp - teacher)", ("ref_logprobs",)),
+    "on_policy_distill": Estimator("token", False, on_policy_distill, "-beta (old - teacher)", ("ref_logprobs",)),
 }
 
 

@@ -7,6 +7,7 @@ call: a wrong shape would be broadcast, and a NaN would reach the weights.
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ class UserFunction:
 
     @property
     def formula(self) -> str:
-        return getattr(self.function, "formula", self.name.rpartition(":")[2])
+        return str(getattr(self.function, "formula", self.name.rpartition(":")[2]))
 
     def takes(self, *args: Any, **kwargs: Any) -> bool:
         try:
@@ -61,6 +62,7 @@ class UserFunction:
         return found
 
 
+@cache
 def load_estimator(name: str) -> Estimator:
     """A row of `ADVANTAGES`, or `FILE.py:function`. Raises `ConfigError` with what is wrong and the fix.
 
@@ -94,6 +96,7 @@ def load_estimator(name: str) -> Estimator:
     return Estimator(level, getattr(user.function, "whiten", False), fn, user.formula, tuple(needs))
 
 
+@cache
 def load_loss(name: str) -> PolicyLoss:
     """A row of `LOSSES`, or `FILE.py:function` like `LOSS`. Raises `ConfigError` with what is wrong and the fix.
 

@@ -53,10 +53,7 @@ def shaped_rewards(groups: Groups, config: RewardConfig, max_len: int) -> list[l
                 peak=max((sample.tokens for sample in rollout.samples), default=0),
                 truncated=rollout.truncated,
                 max_len=max_len,
-                clip_range=config.clip_range,
-                overlong_buffer_len=config.overlong_buffer_len,
-                overlong_penalty_factor=config.overlong_penalty_factor,
-                stop_properly_penalty_coef=config.stop_properly_penalty_coef,
+                **vars(config),
             )
             for rollout in rollouts
         ]

@@ -97,10 +97,10 @@ def _kl(config: RLConfig, words: set[str]) -> Rows:
     if not config.algo.kl_coef:
         return {}
     # The direction in which the tokens were sampled; see `kl_per_token`.
-    turned = kl.use_loss and (kl.ref, kl.estimator) == ("rollout", "k3")
+    turned = (kl.ref, kl.estimator) == ("rollout", "k3")
     formula = "exp(d) - 1 - d" if turned else KL[kl.estimator]
     ref = "teacher" if "teacher" in words else "ref"
-    beta = f"beta = {config.algo.kl_coef:g}" + (f", adapted towards KL = {kl.target:g}" if kl.target else "")
+    beta = f"beta = {config.algo.kl_coef:g}" + (f" at first, adapted towards KL = {kl.target:g}" if kl.target else "")
     model = config.ref.model_name_or_path or config.actor.model_name_or_path
     return {
         "KL": f"{formula}    [{kl.estimator}, {beta}]",

@@ -10,6 +10,11 @@ def is_max(name: str) -> bool:
     return name.endswith("max")
 
 
+def is_count(name: str) -> bool:
+    """`faults/timeout`, `rollout/filtered_count`: they are added up and never divided."""
+    return name.startswith("faults/") or name.endswith("_count")
+
+
 def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
     """Metrics of all parts together. Order of the parts does not matter."""
     merged: dict[str, Metric] = {}
@@ -28,12 +33,12 @@ def _together(name: str, a: Metric, b: Metric) -> Metric:
 
 
 def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """`total / count`; for a maximum, and for `faults/*`, which are counted and not averaged, `total`.
+    """`total / count`; for a maximum, and for what is counted and not averaged, `total`.
 
     What nothing was counted for has no value and is left out.
     """
     return {
-        name: float(metric.total if is_max(name) or name.startswith("faults/") else metric.total / metric.count)
+        name: float(metric.total if is_max(name) or is_count(name) else metric.total / metric.count)
         for name, metric in metrics.items()
         if metric.count
     }

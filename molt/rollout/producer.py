@@ -225,11 +225,13 @@ class Producer:
         waiting = [group.prompt for group in self._by_order() if not group.finished] + [*self.restarts]
         if isinstance(self.error, FailureRateError):
             waiting += self.lost
-        return {"position": self.position, "in_flight": [self._order(prompt) for prompt in waiting]}
+        in_flight = [self._order(prompt) for prompt in waiting]
+        return {"position": self.position, "in_flight": in_flight, "filter": [self.judged, self.filtered]}
 
     def restore(self, ledger: dict[str, Any], finished: Sequence[Group], version: int) -> None:
         """Continue where `ledger` was written: finished groups are in the buffer, prompts in flight start again."""
         self.version, self.position = version, ledger["position"]
+        self.judged, self.filtered = ledger["filter"]
         for group in finished:
             group.order = self._order(group.prompt)
             self.open[group.prompt.group_id] = group
@@ -303,6 +305,7 @@ class Producer:
         kept = low < mean < high
         self.judged, self.filtered = self.judged + 1, self.filtered + (not kept)
         shares = {"filtered": not kept, "all_fail": mean <= low, "all_pass": mean >= high, "unfiltered_score": mean}
+        shares |= {"judged_count": 1, "filtered_count": not kept}
         self.metrics.append({f"rollout/{name}": Metric(float(value)) for name, value in shares.items()})
         return kept
 

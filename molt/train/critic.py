@@ -56,12 +56,9 @@ class Critic(Trained):
 
     def score(self, plan: RankPlan, samples: Samples) -> Scores:
         """Values of a training batch at the weights it starts with; they are kept for `train`."""
-
-        def values(batch: Batch, mask: Tensor | None) -> Tensor:
-            return self.model(batch, needed=mask)
-
         self.plan, self.samples = plan, samples
-        self.values = score(values, plan, samples, packed=self.settings.fsdp.packing_samples)
+        packed = self.settings.fsdp.packing_samples
+        self.values = score(lambda batch, mask: self.model(batch, needed=mask), plan, samples, packed=packed)
         return self.values
 
     def train(self, returns: Scores) -> dict[str, Metric]:
@@ -75,6 +72,7 @@ class Critic(Trained):
             sums += variance_sums(*pair, torch.tensor(sample_of(self.samples, task).mask))
         # Collective on the default group: every rank, once per training batch.
         explained = explained_variance(all_reduce_sums(sums.to(self.device)))
+        self.plan, self.samples, self.values = [], {}, {}  # not kept until the next batch is there
         named = {NAMES.get(name, name): metric for name, metric in trained.items()}
         return named | {"train/explained_variance": Metric(explained)}
 

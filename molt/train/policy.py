@@ -28,7 +28,7 @@ from molt.parallel.mesh import all_reduce_sums, init_distributed, resolve_device
 from molt.publish.gather import named_full_tensors
 from molt.report.metrics import merge
 from molt.train.checkpoint import export_hf
-from molt.train.score import Samples, lay_out, sample_of, score, tasks_of
+from molt.train.score import Samples, lay_out, logprobs_of, sample_of, score, tasks_of
 from molt.train.trained import Trained
 from molt.types import Metric
 
@@ -88,12 +88,13 @@ class Policy(Trained):
         scores: `ref_logprobs` and `values` of this rank's samples, where somebody needs them. Returns this rank's
         metrics (`staleness/*`, `train/kl` if it is in the reward), and the returns `A + V` that a critic learns.
         """
-        algo, self.kl_coef = self.settings.algo, kl_coef
+        algo, self.kl_coef, self.steps = self.settings.algo, kl_coef, []
         if algo.kl.ref == "rollout":
             scores = scores | {"ref_logprobs": {t.at: sample_of(samples, t).logprobs for t in tasks_of(plan)}}
         # The very first step runs at the weights of `old`; a second epoch, or a KL in the reward, needs it for all.
         all_steps = self.settings.train.max_epochs > 1 or algo.kl_in_reward
-        old = self._score(plan if all_steps else plan[1:], samples)
+        forward = logprobs_of(self.model, self.settings.temperature)
+        old = score(forward, plan if all_steps else plan[1:], samples, packed=self.settings.fsdp.packing_samples)
         metrics, advantages, returns = self._advantages(plan, samples, scores, old)
         make = partial(self._micro_batch, samples=samples, advantages=advantages, old=old, scores=scores)
         self.steps = [[make(tasks) if tasks else None for tasks in batches] for batches in plan]
@@ -101,8 +102,8 @@ class Policy(Trained):
 
     def train(self) -> dict[str, Metric]:
         """All optimizer steps of the prepared batch. Returns this rank's metrics: `train/*`, `ratio/*`."""
-        epochs = self.settings.train.max_epochs
-        return merge([self.step(step, self._loss) for _ in range(epochs) for step in self.steps])
+        steps, self.steps = self.steps, []  # not kept until the next batch is there
+        return merge([self.step(step, self._loss) for _ in range(self.settings.train.max_epochs) for step in steps])
 
     def probe(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Log-probs float32 `[T]` of given tokens at temperature 1 (entry 0 is 0): the probe's trainer side."""
@@ -117,14 +118,6 @@ class Policy(Trained):
 
     def export(self, tokenizer: Any, path: Path) -> None:
         export_hf(self.model, tokenizer, path)
-
-    def _score(self, plan: RankPlan, samples: Samples) -> Scores:
-        """`old`: log-probs at the weights the training batch started with."""
-
-        def logprobs(batch: Batch, mask: Tensor | None) -> Tensor:
-            return self.model(batch, temperature=self.settings.temperature, needed=mask)[0]
-
-        return score(logprobs, plan, samples, packed=self.settings.fsdp.packing_samples)
 
     def _advantages(
         self, plan: RankPlan, samples: Samples, scores: dict[str, Scores], old: Scores
@@ -141,7 +134,9 @@ class Policy(Trained):
             penalty = values = torch.zeros(len(mask), dtype=torch.float64)
             if self.settings.algo.kl_in_reward:
                 pair = (torch.tensor(found[at], dtype=torch.float64) for found in (old, scores["ref_logprobs"]))
-                penalty = kl_per_token(*pair, self.settings.algo.kl.estimator) * mask
+                setting = self.settings.algo.kl
+                from_reference = setting.ref == "rollout"
+                penalty = kl_per_token(*pair, setting.estimator, from_reference=from_reference) * mask
                 kl, count = kl + float(penalty.sum()), count + int(mask.sum())
             if "values" in estimator.needs:
                 values = torch.tensor(scores["values"][at], dtype=torch.float64)

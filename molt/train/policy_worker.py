@@ -89,13 +89,6 @@ class RayEngineClient:
             ) from error
 
 
-class CriticRanks(Ranks):
-    """All ranks of the critic."""
-
-    async def train(self, returns: list[ray.ObjectRef]) -> dict[str, Metric]:
-        return merge(await self.all([w.train.remote(returns) for w in self.workers]))
-
-
 class PolicyRanks(Ranks):
     """All ranks of the policy."""
 
@@ -110,11 +103,6 @@ class PolicyRanks(Ranks):
         """Everything that a batch needs before its first step: the metrics of all ranks, and what a critic learns."""
         per_rank, returns = await self.both(lambda worker: worker.prepare, plans, groups, scores, version, kl_coef)
         return merge(per_rank), returns
-
-    async def train(self) -> dict[str, Metric]:
-        """The steps of the prepared batch; the merged metrics of all ranks."""
-        # What the step reduced over ranks is the same on each of them; the rest is a rank's own share.
-        return merge(await self.all([w.train.remote() for w in self.workers]))
 
     async def send_weights(self) -> dict[str, int]:
         return (await self.all([w.send_weights.remote() for w in self.workers]))[0]

@@ -14,10 +14,12 @@ from ray.exceptions import RayActorError
 
 from molt.batch.plan import RankPlan, Scores
 from molt.errors import TrainingError
+from molt.report.metrics import merge
 from molt.train.critic import Critic
 from molt.train.policy import Policy
 from molt.train.reference import Reference
 from molt.train.score import Samples
+from molt.types import Metric
 
 ScoreRefs = dict[str, list[ray.ObjectRef]]
 """By name, one `Scores` of each rank that made them."""
@@ -84,6 +86,11 @@ class Ranks:
     async def score(self, plans: Sequence[RankPlan], groups: Sequence[ray.ObjectRef]) -> list[ray.ObjectRef]:
         """One `Scores` per rank, for the samples of its plan."""
         return (await self.both(lambda worker: worker.score, plans, groups))[1]
+
+    async def train(self, *args: Any) -> dict[str, Metric]:
+        """The steps of the batch that the ranks have; the merged metrics of all ranks."""
+        # What a step reduced over ranks is the same on each of them; the rest is a rank's own share.
+        return merge(await self.all([w.train.remote(*args) for w in self.workers]))
 
     async def save(self, tmp: Path, background: bool) -> None:
         """Every rank's part of a checkpoint; with `background` it is on disk when `written` returns."""

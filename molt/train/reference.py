@@ -2,14 +2,11 @@
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from molt.batch.collate import Batch
 from molt.batch.plan import RankPlan, Scores
 from molt.config import FsdpConfig
 from molt.models.build import build_frozen
 from molt.parallel.mesh import init_distributed, resolve_device
-from molt.train.score import Samples, score
+from molt.train.score import Samples, logprobs_of, score
 
 
 @dataclass(frozen=True)
@@ -36,8 +33,5 @@ class Reference:
 
     def score(self, plan: RankPlan, samples: Samples) -> Scores:
         """Log-probs of the trained tokens of a training batch."""
-
-        def logprobs(batch: Batch, mask: Tensor | None) -> Tensor:
-            return self.model(batch, temperature=self.settings.temperature, needed=mask)[0]
-
-        return score(logprobs, plan, samples, packed=self.settings.fsdp.packing_samples)
+        forward = logprobs_of(self.model, self.settings.temperature)
+        return score(forward, plan, samples, packed=self.settings.fsdp.packing_samples)

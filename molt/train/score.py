@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from molt.batch.collate import Batch, collate, gather, scatter
 from molt.batch.plan import RankPlan, SampleTask, Scores
@@ -29,6 +29,11 @@ def lay_out(tasks: list[SampleTask], samples: Samples, *, packed: bool) -> tuple
     chosen = [sample_of(samples, task) for task in tasks]
     batch = collate([sample.token_ids for sample in chosen], packed=packed)
     return batch, scatter(batch, [sample.mask for sample in chosen])
+
+
+def logprobs_of(model: nn.Module, temperature: float) -> Callable[[Batch, Tensor | None], Tensor]:
+    """What `score` calls to get log-probs at a temperature."""
+    return lambda batch, mask: model(batch, temperature=temperature, needed=mask)[0]
 
 
 @torch.no_grad()

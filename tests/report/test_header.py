@@ -66,7 +66,7 @@ molt rl  MODEL  agent agent.py
   r      = exp(logprob - old)
   c      = mask(w, 0.5, 5)
   w      = exp(old - rollout)
-  KL     = d    [k1, beta = 0.01, adapted towards KL = 0.05]
+  KL     = d    [k1, beta = 0.01 at first, adapted towards KL = 0.05]
   d      = old - ref
   ref    = MODEL, frozen
   critic = VALUE, V clipped to V_old +- 0.2, trained alone for the first 10 batches
@@ -84,7 +84,7 @@ DISTILL = (
     """\
 molt rl  MODEL  agent agent.py
   300 steps of 32 x 8 rollouts, no token older than 0 batches
-  A       = -beta (logp - teacher)    [on_policy_distill]
+  A       = -beta (old - teacher)    [on_policy_distill]
   loss    = sum_t 1/N * -min(r A, clip(r, 1 - 0.2, 1 + 0.2) A)    [ppo]
   r       = exp(logprob - old)
   KL      = d    [k1, beta = 1]

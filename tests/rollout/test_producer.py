@@ -271,11 +271,11 @@ def test_lost_prompts_are_in_the_ledger_only_of_a_run_that_stops_because_of_them
             await run.runners.end(3, outcomes=(GOOD, InfraFailure("timeout")))
             assert run.discarded == {"unusable_row": 1, "prompt_too_long": 1, "timeout": 1}
             assert [prompt.position for prompt in run.producer.lost] == [3]
-            assert run.producer.ledger() == {"position": 5, "in_flight": [4]}
+            assert run.producer.ledger() == {"position": 5, "in_flight": [4], "filter": [0, 0]}
             await run.runners.fail(4, InfraFailure("runner", "died"))
             with pytest.raises(FailureRateError, match="2 of the last 5"):  # group 1: 2 good, 3: 1 and 1, 4: 1
                 await run.batch()
-            assert run.producer.ledger() == {"position": 5, "in_flight": [3, 4]}
+            assert run.producer.ledger() == {"position": 5, "in_flight": [3, 4], "filter": [0, 0]}
 
     check(main())
 
@@ -336,7 +336,7 @@ def test_stop_ends_the_wait_and_keeps_what_is_open():
             run.producer.stop()
             assert await waiting == []
             assert await run.batch() == []
-            assert run.producer.ledger() == {"position": 3, "in_flight": [0, 2]}
+            assert run.producer.ledger() == {"position": 3, "in_flight": [0, 2], "filter": [0, 0]}
             assert [g.prompt.position for g in run.producer.finished_groups()] == [1]
 
     check(main())
@@ -369,14 +369,14 @@ def test_an_error_that_is_not_ours_ends_the_producer_at_once():
 
 def test_prompts_of_a_resume_that_have_not_started_yet_are_still_in_the_ledger():
     async def main():
-        ledger = {"position": 6, "in_flight": [1, 3, 4]}
+        ledger = {"position": 6, "in_flight": [1, 3, 4], "filter": [0, 0]}
         run = Running(Stream(20), vllm_generate_batch_size=1, restore=(ledger, [], 5))
         assert run.producer.ledger() == ledger  # a second stop before the first start
         async with run:
             assert run.runners.started == [1]
             assert run.producer.ledger() == ledger
             await run.runners.end(1)
-            assert run.producer.ledger() == {"position": 6, "in_flight": [3, 4]}
+            assert run.producer.ledger() == {"position": 6, "in_flight": [3, 4], "filter": [0, 0]}
 
     check(main())
 
@@ -384,7 +384,8 @@ def test_prompts_of_a_resume_that_have_not_started_yet_are_still_in_the_ledger()
 def test_a_resume_puts_the_buffer_before_what_starts_again():
     async def main():
         finished = [Group(Prompt(0, 4, 4, None, "x"), 17, 3, rollouts(Prompt(0, 4, 4, None, "x"), [GOOD]))]
-        async with Running(Stream(20), restore=({"position": 7, "in_flight": [5, 6]}, finished, 4)) as run:
+        ledger = {"position": 7, "in_flight": [5, 6], "filter": [0, 0]}
+        async with Running(Stream(20), restore=(ledger, finished, 4)) as run:
             assert run.runners.started == [5, 6]  # 2 in flight
             await run.runners.end(6)
             assert run.runners.started == [5, 6, 7]

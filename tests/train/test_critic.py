@@ -145,6 +145,7 @@ def test_two_ranks_do_what_one_does(critic, tiny, tmp_path, share):
     one, moved = two_steps(critic(), plan, samples, returns)
     ranks = run_ranks(on_a_rank, 2, tmp_path, tiny, free_port(), plans, samples, returns)
     merged = report.merge(metrics for metrics, _ in ranks)
+    assert merged.keys() == one.keys()
     for name, metric in report.values(merged).items():
         assert metric == pytest.approx(report.values(one)[name], rel=1e-4, abs=1e-6), name
     assert [change for _, change in ranks] == pytest.approx([moved] * 2, rel=1e-3)
