@@ -1,7 +1,8 @@
 """What a user imports to write an agent."""
 
+from molt.agents.chat_runner import ChatAgent, ChatAgentRunner, ChatContext
 from molt.agents.env import Env, Result
 from molt.agents.step_runner import StepEnvRunner
 from molt.types import PolicyFailure
 
-__all__ = ["Env", "PolicyFailure", "Result", "StepEnvRunner"]
+__all__ = ["ChatAgent", "ChatAgentRunner", "ChatContext", "Env", "PolicyFailure", "Result", "StepEnvRunner"]

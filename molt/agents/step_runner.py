@@ -14,9 +14,10 @@ from numbers import Real
 from typing import Any
 
 from molt.agents.env import Env, Result
+from molt.chat.chat_renderer import ChatRenderer
 from molt.chat.render import Renderer
 from molt.errors import AgentError
-from molt.types import InfraFailure, PolicyFailure, Prompt, Scored, Turn
+from molt.types import InfraFailure, PolicyFailure, Prompt, Sample, Scored, Turn
 
 CLOSE_S = 30.0
 """What an environment may take to close."""
@@ -36,6 +37,10 @@ class EpisodeContext:
     max_len: int
     max_new_tokens: int | None = None
     max_turns: int | None = None
+    chat: ChatRenderer | None = None
+    """What a `ChatAgent` needs; None for an `Env`."""
+    call_freely: Callable[[list[int], int, dict[str, Any]], Awaitable[Turn]] | None = None
+    """As `call_model`, with sampling parameters of the caller's: what it samples is never trained."""
 
 
 @dataclass
@@ -46,6 +51,25 @@ class Episode:
     outcome: Scored | PolicyFailure
     truncated: bool
     info: dict[str, float] = field(default_factory=dict)
+    samples: list[Sample] | None = None
+    """None: the turns are one stream."""
+
+    def settle(self, result: Any, agent: Any) -> None:
+        """End with what an agent returned. Raises as `checked` does."""
+        result = checked(result, agent)
+        reward = float(result.reward)
+        self.outcome = Scored(reward, reward if result.score is None else float(result.score))
+        self.truncated |= bool(result.truncated)
+        self.note(result)
+
+    def note(self, result: Result) -> None:
+        self.info |= {k: float(v) for k, v in result.info.items() if isinstance(v, Real)}
+
+
+def outcome_of(failure: PolicyFailure, agent: Any) -> PolicyFailure:
+    """Only what it says: the user's subclass means nothing to the driver, which lacks the user's file."""
+    _require_finite(agent, reward=failure.reward)
+    return PolicyFailure(failure.reward, str(failure.reason))
 
 
 class StepEnvRunner:
@@ -66,9 +90,7 @@ class StepEnvRunner:
         try:
             await self._play(env, context, episode)
         except PolicyFailure as failure:
-            _require_finite(env, reward=failure.reward)
-            # Only what it says: the user's subclass means nothing to the driver, which lacks the user's file.
-            episode.outcome = PolicyFailure(failure.reward, str(failure.reason))
+            episode.outcome = outcome_of(failure, env)
         finally:
             async with asyncio.timeout(CLOSE_S):  # it also runs when the rollout's own deadline has passed
                 await env.close()
@@ -114,11 +136,11 @@ class StepEnvRunner:
             }
             episode.turns.append(turn)
             episode.truncated = turn.finish_reason == "length"  # also if `step` raises PolicyFailure
-            result = _checked(await env.step(state), env)
+            result = checked(await env.step(state), env)
             reward += float(result.reward)
             score = score if result.score is None else float(result.score)
             episode.outcome = Scored(reward, reward if score is None else score)
-            episode.info |= {k: float(v) for k, v in result.info.items() if isinstance(v, Real)}
+            episode.note(result)
             if result.terminated or result.truncated or len(episode.turns) == context.max_turns:
                 episode.truncated |= bool(result.truncated or not result.terminated)
                 return
@@ -127,19 +149,22 @@ class StepEnvRunner:
             ids = [*ids, *sampled, *context.renderer.continuation_ids(sampled, result.observation)]
 
 
-def _checked(result: Result, env: Env) -> Result:
+def checked(result: Any, agent: Any) -> Result:
+    """What `Env.step` or `ChatAgent.run` returned. Raises `AgentError`, or `InfraFailure` if it is not finite."""
     if not isinstance(result, Result):
+        method = "step" if isinstance(agent, Env) else "run"
         raise AgentError(
-            f"{type(env).__name__}.step returned a {type(result).__name__}: reward and end of the episode are unknown. "
-            "Return molt.agents.Result(reward=...)."
+            f"{type(agent).__name__}.{method} returned a {type(result).__name__}: reward and end of the episode are "
+            "unknown. Return molt.agents.Result(reward=...)."
         )
-    _require_finite(env, reward=result.reward, score=result.score)
+    _require_finite(agent, reward=result.reward, score=result.score)
     return result
 
 
-def _require_finite(env: Env, **values: float | None) -> None:
+def _require_finite(agent: Any, **values: float | None) -> None:
     for name, value in values.items():
         if value is not None and not math.isfinite(value):
-            code = getattr(inspect.unwrap(type(env).step), "__code__", None)
+            method = "step" if isinstance(agent, Env) else "run"
+            code = getattr(inspect.unwrap(getattr(type(agent), method)), "__code__", None)
             where = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
-            raise InfraFailure("reward_not_finite", f"{type(env).__name__}.step{where} returned {name} {value}")
+            raise InfraFailure("reward_not_finite", f"{type(agent).__name__}.{method}{where} returned {name} {value}")

@@ -62,15 +62,19 @@ def _template_text(chat_template: str) -> str:
 
 def load_renderer(model_name_or_path: str, chat_template: str | None, *, apply_chat_template: bool) -> "Renderer":
     """The renderer of a model, with all end tokens that its generation config names."""
+    tokenizer = load_tokenizer(model_name_or_path, chat_template)
+    return Renderer(tokenizer, apply_chat_template=apply_chat_template, eos_ids=end_ids(model_name_or_path))
+
+
+def end_ids(model_name_or_path: str) -> list[int]:
+    """The end tokens that a model's generation config names."""
     from transformers import GenerationConfig
 
-    tokenizer = load_tokenizer(model_name_or_path, chat_template)
     try:
         ends = GenerationConfig.from_pretrained(model_name_or_path).eos_token_id
     except OSError:  # a model without one
         ends = None
-    eos_ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    return Renderer(tokenizer, apply_chat_template=apply_chat_template, eos_ids=eos_ids)
+    return ends if isinstance(ends, list) else [] if ends is None else [ends]
 
 
 def require_template(tokenizer) -> None:

@@ -6,14 +6,18 @@ owns them and they outlive this process.
 
 import asyncio
 import hashlib
+import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import ray
 
+from molt.agents.chat_runner import ChatAgentRunner
 from molt.agents.load import load_runner
 from molt.agents.step_runner import Episode, EpisodeContext
+from molt.chat.chat_renderer import load_chat_renderer
 from molt.chat.render import load_renderer
 from molt.config import EvalConfig, PromptDataConfig, RolloutConfig
 from molt.data.rows import UnusableRow
@@ -74,6 +78,11 @@ class AgentHost:
             settings.model, settings.data.chat_template, apply_chat_template=settings.data.apply_chat_template
         )
         self.runner = load_runner(settings.agent_path)
+        self.chat = None
+        if isinstance(self.runner, ChatAgentRunner):
+            retention = settings.rollout.thinking_retention
+            self.chat = load_chat_renderer(settings.model, settings.data.chat_template, thinking_retention=retention)
+        self.stop_token_ids = tuple((self.chat or self.renderer).eos_ids)
 
     async def ready(self) -> None:
         """Answers when the constructor is done."""
@@ -100,7 +109,9 @@ class AgentHost:
             except InfraFailure as failure:
                 # Only what it says: a user's subclass means nothing to the driver, and a traceback keeps its frames.
                 failures.append(InfraFailure(str(failure.reason), str(failure.detail)))
-        samples = [to_sample(episode.turns)] if episode and episode.turns else []
+        samples = [] if episode is None else episode.samples
+        if samples is None:
+            samples = [to_sample(episode.turns)] if episode.turns else []
         info = RolloutInfo(
             group_id=task.prompt.group_id,
             index=index,
@@ -129,9 +140,15 @@ class AgentHost:
                 top_k=task.top_k,
                 max_tokens=max_tokens,
                 seed=seed_of(self.settings.seed, prompt.epoch, prompt.position, index, calls),
-                stop_token_ids=tuple(self.renderer.eos_ids),
+                stop_token_ids=self.stop_token_ids,
             )
             calls += 1
+            return await self.pool.generate(rollout, prompt_ids, sampling, self.settings.rollout.timeout_s)
+
+        async def call_freely(prompt_ids: list[int], max_tokens: int, asked: dict[str, Any]) -> Turn:
+            seed = random.getrandbits(63)  # of no consequence for training
+            default = Sampling(task.temperature, task.top_p, task.top_k, max_tokens, seed, self.stop_token_ids)
+            sampling = replace(default, **{name: value for name, value in asked.items() if value is not None})
             return await self.pool.generate(rollout, prompt_ids, sampling, self.settings.rollout.timeout_s)
 
         context = EpisodeContext(
@@ -142,6 +159,8 @@ class AgentHost:
             max_len=self.settings.data.max_len,
             max_new_tokens=task.max_new_tokens,
             max_turns=self.settings.rollout.max_turns,
+            chat=self.chat,
+            call_freely=call_freely,
         )
         try:
             async with asyncio.timeout(self.settings.rollout.timeout_s) as deadline:

@@ -1,0 +1,79 @@
+"""What a chat call is, whatever wire it came over: the neutral records between wires, session and tree.
+
+Messages are dicts in the shape of OpenAI chat completions, normalised by the wires:
+
+    {"role": "system" | "user" | "assistant" | "tool", "content": str | list of parts,
+     "reasoning_content": str, "tool_calls": [{"id", "type": "function", "function": {"name", "arguments"}}],
+     "tool_call_id": str}
+
+`content` is always there, "" if there is none; the other keys are absent without a value. `arguments` is JSON text, and
+a tool message may have the `name` of the tool. A part is `{"type": "text", "text"}` or `{"type": "image_url",
+"image_url": {"url"}}`.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call as the model made it; `arguments` is the JSON text it sampled."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """One call of a client."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    """OpenAI function schemas; None when there are none."""
+    max_tokens: int | None = None
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    sampling: dict[str, Any] = field(default_factory=dict)
+    """temperature, top_p, top_k of the client: honoured only where the call is not trained."""
+    constrained: str | None = None
+    """What asks for constrained decoding (a response format, a forced tool), in the client's words."""
+    train: bool = True
+    """False: the call opted out of training (header `x-molt-train: 0`)."""
+    hints: dict[str, str] = field(default_factory=dict)
+    """Headers that name sub-agents and sub-sessions (correctness never depends on them), and the SDKs' retry count."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One of the n answers to a call."""
+
+    content: str
+    reasoning: str | None
+    tool_calls: tuple[ToolCall, ...]
+    finish_reason: str
+    """stop, length or tool_calls."""
+    completion_tokens: int
+    stop_sequence: str | None = None
+    """The client's stop string that ended it, which is not part of `content`."""
+
+
+@dataclass(frozen=True)
+class ChatReply:
+    id: str
+    answers: tuple[Answer, ...]
+    prompt_tokens: int
+
+
+class ChatError(Exception):
+    """Refused, in words that each wire puts into its own shape.
+
+    code: `context_length_exceeded`, `invalid_request`, `not_found`, `too_many_requests`, `engine`.
+    """
+
+    def __init__(self, status: int, code: str, message: str):
+        super().__init__(status, code, message)
+        self.status, self.code, self.message = status, code, message

@@ -1,0 +1,235 @@
+"""`ChatAgentRunner` over a scripted model: what is recorded, what is not, and how an episode ends."""
+
+import asyncio
+import sys
+import time
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+from openai import AsyncOpenAI
+
+from molt.agents import ChatAgent, ChatAgentRunner, PolicyFailure, Result
+from molt.agents.step_runner import EpisodeContext
+from molt.chat.chat_renderer import ChatRenderer
+from molt.errors import AgentError
+from molt.types import InfraFailure, Prompt, Scored, Turn
+from tests.tiny import END_ID, char_tokenizer
+
+TOKENIZER = char_tokenizer()
+SAY = [{"role": "user", "content": "say it"}]
+
+
+class Model:
+    """Answers with the next of its texts; an exception in their place is raised."""
+
+    def __init__(self, *texts):
+        self.texts, self.prompts, self.free = list(texts), [], []
+
+    async def __call__(self, prompt_ids, max_tokens):
+        self.prompts.append(list(prompt_ids))
+        text = self.texts.pop(0)
+        if isinstance(text, Exception):
+            raise text
+        ids = [*TOKENIZER.encode(text, add_special_tokens=False), END_ID][:max_tokens]
+        reason = "stop" if ids[-1] == END_ID else "length"
+        as_array = np.asarray(ids, np.int32)
+        logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32)
+        return Turn(np.asarray(prompt_ids, np.int32), as_array, logprobs, np.full(len(ids), 3, np.int32), reason)
+
+    async def freely(self, prompt_ids, max_tokens, sampling):
+        self.free.append(sampling)
+        return await self(prompt_ids, max_tokens)
+
+
+def play(run, model, *, within_s=20.0, **limits):
+    """One episode of an agent whose `run` is the given coroutine function."""
+
+    class Agent(ChatAgent):
+        async def run(self, ctx):
+            return await run(ctx)
+
+    async def episode():
+        prompt = Prompt(0, 0, 0, messages=SAY, text=None, label="label", data_source="source")
+        context = EpisodeContext(
+            prompt, model, None, 7, limits.pop("max_len", 500), **limits,
+            chat=ChatRenderer(TOKENIZER, [END_ID]), call_freely=model.freely,
+        )  # fmt: skip
+        runner = ChatAgentRunner(Agent)
+        async with asyncio.timeout(within_s):
+            try:
+                return await runner.run(context)
+            finally:
+                await (await runner._server).__aexit__()
+
+    return asyncio.run(episode())
+
+
+def client_of(ctx):
+    return AsyncOpenAI(base_url=ctx.openai_url, api_key=ctx.api_key, max_retries=0)
+
+
+async def ask(ctx, messages, **more):
+    async with client_of(ctx) as client:
+        reply = await client.chat.completions.create(model=ctx.model, messages=messages, **more)
+    return reply.choices[0].message.content
+
+
+def test_two_turns_are_one_sample_of_what_was_sampled():
+    async def run(ctx):
+        assert (ctx.label, ctx.data_source, ctx.seed) == ("label", "source", 7)
+        first = await ask(ctx, ctx.prompt)
+        second = await ask(
+            ctx, [*ctx.prompt, {"role": "assistant", "content": first}, {"role": "user", "content": "more"}]
+        )
+        return Result(reward=len(first + second), info={"turns": 2})
+
+    model = Model("one", "two")
+    episode = play(run, model)
+    (sample,) = episode.samples
+    assert TOKENIZER.decode(sample.token_ids) == (
+        "<|im_start|>user\nsay it<|im_end|>\n<|im_start|>assistant\none<|im_end|>\n"
+        "<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\ntwo<|im_end|>"
+    )
+    assert TOKENIZER.decode(sample.token_ids[sample.mask]) == "one<|im_end|>two<|im_end|>"
+    assert sample.logprobs[sample.mask].tolist() == [-1, -2, -3, -4] * 2
+    assert episode.outcome == Scored(6.0, 6.0) and not episode.truncated and len(episode.turns) == 2
+    assert episode.info["turns"] == 2 and episode.info["chat_requests"] == 2
+
+
+def test_an_answer_that_was_cut_is_truncated_and_a_score_of_its_own_counts():
+    async def run(ctx):
+        await ask(ctx, ctx.prompt)
+        return Result(reward=0.5, score=1.0)
+
+    episode = play(run, Model("a long answer"), max_new_tokens=4)
+    assert episode.truncated and episode.outcome == Scored(0.5, 1.0)
+
+
+def test_what_a_judge_samples_is_in_no_sample_and_uses_its_own_sampling():
+    async def run(ctx):
+        answer = await ask(ctx, ctx.prompt)
+        async with AsyncOpenAI(base_url=f"{ctx.judge_url}/v1", api_key="x", max_retries=0) as judge:
+            said = await judge.chat.completions.create(
+                model="policy", messages=[{"role": "user", "content": f"is {answer} good?"}], temperature=0.0
+            )
+        return Result(reward=float(said.choices[0].message.content == "yes"))
+
+    model = Model("fine", "yes")
+    episode = play(run, model)
+    assert episode.outcome.reward == 1.0 and model.free == [{"temperature": 0.0}]
+    (sample,) = episode.samples
+    assert TOKENIZER.decode(sample.token_ids[sample.mask]) == "fine<|im_end|>"
+
+
+def test_branches_can_be_left_out():
+    async def run(ctx):
+        await ask(ctx, ctx.prompt)
+        await ask(ctx, [{"role": "user", "content": "another"}])
+        ctx.exclude(lambda node: any("another" in str(said["content"]) for said in node.messages))
+        return Result(reward=1.0)
+
+    (sample,) = play(run, Model("kept", "left out")).samples
+    assert "kept" in TOKENIZER.decode(sample.token_ids)
+
+
+def test_a_policy_failure_keeps_what_was_sampled():
+    class Mine(PolicyFailure):
+        pass
+
+    async def run(ctx):
+        await ask(ctx, ctx.prompt)
+        raise Mine(-1.0, "nonsense")
+
+    episode = play(run, Model("gibberish"))
+    assert type(episode.outcome) is PolicyFailure and episode.outcome.reward == -1.0 and len(episode.samples) == 1
+
+
+def test_an_engine_failure_ends_the_episode_at_once_whatever_the_client_does():
+    async def run(ctx):
+        while True:  # a client that retries for ever
+            async with httpx.AsyncClient() as client:
+                await client.post(f"{ctx.openai_url}/chat/completions", json={"model": "m", "messages": ctx.prompt})
+            await asyncio.sleep(0.05)
+
+    began = time.monotonic()
+    with pytest.raises(InfraFailure, match="engine"):
+        play(run, Model(InfraFailure("engine", "dead")))
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize(
+    ("returned", "error", "said"),
+    [
+        (1.0, AgentError, "Agent.run returned a float"),
+        (Result(reward=float("nan")), InfraFailure, "returned reward nan"),
+    ],
+)
+def test_a_result_that_is_none_is_told(returned, error, said):
+    async def run(ctx):
+        return returned
+
+    with pytest.raises(error, match=said):
+        play(run, Model())
+
+
+def test_a_chat_agent_without_run_is_told():
+    with pytest.raises(AgentError, match="defines no `async def run"):
+        asyncio.run(ChatAgent().run(None))
+
+
+HARNESS = """
+import json, os, urllib.request
+body = json.dumps({"model": "policy", "max_tokens": 50, "messages": [{"role": "user", "content": "hello"}]}).encode()
+request = urllib.request.Request(os.environ["ANTHROPIC_BASE_URL"] + "/v1/messages", body,
+    {"content-type": "application/json", "x-api-key": os.environ["ANTHROPIC_API_KEY"]})
+print(json.load(urllib.request.urlopen(request))["content"][0]["text"] + input())
+"""
+
+
+def test_a_harness_finds_the_session_in_its_environment():
+    async def run(ctx):
+        done = await ctx.harness(sys.executable, "-c", HARNESS, stdin="!\n", timeout_s=15)
+        assert done.returncode == 0, done.stderr
+        return Result(reward=float(done.stdout == "hi there!\n"))
+
+    episode = play(run, Model("hi there"))
+    assert episode.outcome.reward == 1.0 and len(episode.samples) == 1
+
+
+@pytest.mark.parametrize("ignores", ["", "trap '' TERM; "])
+def test_a_harness_that_hangs_is_ended_with_all_it_started(ignores, tmp_path):
+    async def run(ctx):
+        script = f"{ignores}sleep 600 & echo $! > {tmp_path}/child; sleep 600"
+        done = await ctx.harness("bash", "-c", script, timeout_s=0.5)
+        return Result(reward=float(done.timed_out))
+
+    assert play(run, Model()).outcome.reward == 1.0
+    child = int((tmp_path / "child").read_text())
+    # Where nobody reaps orphans, one that is dead is still there as a zombie.
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+def test_sessions_of_finished_episodes_are_unknown():
+    urls = []
+
+    async def run(ctx):
+        urls.append(ctx.openai_url)
+        return Result(reward=0.0)
+
+    async def late():
+        class Agent(ChatAgent):
+            async def run(self, ctx):
+                return await run(ctx)
+
+        runner = ChatAgentRunner(Agent)
+        prompt = Prompt(0, 0, 0, messages=SAY, text=None)
+        model = Model("x")
+        await runner.run(EpisodeContext(prompt, model, None, 7, 500, chat=ChatRenderer(TOKENIZER, [END_ID])))
+        async with httpx.AsyncClient() as client:
+            reply = await client.post(f"{urls[0]}/chat/completions", json={"model": "m", "messages": SAY})
+        await (await runner._server).__aexit__()
+        assert reply.status_code == 404 and not model.prompts
+
+    asyncio.run(late())

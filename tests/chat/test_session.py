@@ -1,0 +1,266 @@
+"""The session: what is recorded, replayed, refused, and what ends it."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from molt.chat.protocol import ChatError, ChatRequest
+from molt.chat.session import RETRY, Session
+from molt.types import InfraFailure
+from tests.chat.scripted import VERSION, ScriptedModel, ids_of, renderer, text_of, turn_of
+
+HI = ChatRequest([{"role": "user", "content": "hi"}])
+RETRIED = replace(HI, hints={RETRY: "1"})
+TURN_TOKENS = len(ids_of("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"))
+
+
+def session_of(*script, **settings) -> Session:
+    return Session(renderer(), ScriptedModel(*script), **{"max_len": 4000, **settings})
+
+
+def contents(reply) -> list[str]:
+    return [answer.content for answer in reply.answers]
+
+
+def refused(session: Session, request: ChatRequest = HI) -> ChatError:
+    with pytest.raises(ChatError) as caught:
+        asyncio.run(session.answer(request))
+    return caught.value
+
+
+def test_a_conversation_is_one_segment_of_exactly_what_the_engine_saw():
+    session = session_of("one", "two")
+
+    async def run():
+        await session.answer(HI)
+        said = [*HI.messages, {"role": "assistant", "content": "one"}, {"role": "user", "content": "and"}]
+        return await session.answer(ChatRequest(said))
+
+    reply = asyncio.run(run())
+    (sample,) = session.tree.samples()
+    assert text_of(sample.token_ids) == session.call_model.prompts[1] + "two<|im_end|>"
+    assert session.call_model.prompts[1].startswith(session.call_model.prompts[0] + "one<|im_end|>\n")
+    assert reply.prompt_tokens == len(sample.token_ids) - len("two") - 1
+    assert (sample.versions[sample.mask] == VERSION).all() and int(sample.mask.sum()) == 4 + 4
+
+
+@given(text=st.text("ab.", max_size=40), stops=st.lists(st.text("ab.", min_size=1, max_size=3), min_size=1, max_size=3))
+@example(text="aab", stops=["b", "ab"])  # complete in the same token: the one that begins first
+def test_a_turn_is_cut_at_the_token_in_which_the_first_stop_string_completes(text, stops):
+    turn, answer, _ = session_of()._read(turn_of(text), replace(HI, stop=tuple(stops)))
+    ends = [end for end in range(len(text) + 1) if any(text[:end].endswith(stop) for stop in stops)]
+    if not ends:  # one token per character, and one that ends the turn
+        assert (len(turn.token_ids), answer.stop_sequence, answer.content) == (len(text) + 1, None, text)
+        return
+    done = max((stop for stop in stops if text[: ends[0]].endswith(stop)), key=len)
+    assert text_of(turn.token_ids) == text[: ends[0]] == answer.content + done
+    assert (answer.stop_sequence, answer.completion_tokens) == (done, ends[0])
+    assert (turn.logprobs == -np.arange(1, ends[0] + 1)).all() and len(turn.versions) == ends[0]
+    assert turn.finish_reason == answer.finish_reason == "stop"
+
+
+def test_after_a_stop_string_the_conversation_goes_on_from_the_exact_ids():
+    session = session_of("one STOP two", "three")
+
+    async def run():
+        await session.answer(replace(HI, stop=("STOP",)))
+        said = [*HI.messages, {"role": "assistant", "content": "one "}, {"role": "user", "content": "and"}]
+        await session.answer(ChatRequest(said))
+
+    asyncio.run(run())
+    assert "assistant\none STOP<|im_end|>\n<|im_start|>user\nand" in session.call_model.prompts[1]
+    assert len(session.tree.samples()) == 1
+
+
+def test_an_equal_request_after_a_delivered_reply_is_a_new_sample():
+    session = session_of("one", "two")
+
+    async def run():
+        return [contents(await session.answer(HI, "key")) for _ in range(2)]
+
+    assert asyncio.run(run()) == [["one"], ["two"]]
+    assert len(session.tree.samples()) == 2
+
+
+def test_a_lost_reply_is_replayed_once():
+    session = session_of("one", "two")
+
+    async def run():
+        first = await session.answer(HI, "key")
+        session.lost("key", first)
+        return first, await session.answer(HI, "key"), await session.answer(HI, "key")
+
+    first, again, new = asyncio.run(run())
+    assert again is first and contents(new) == ["two"]
+    assert len(session.tree.samples()) == 2 and session.counters["replayed"] == 1
+
+
+def test_a_numbered_retry_replays_even_what_seemed_delivered():
+    session = session_of("one", "two")
+
+    async def run():
+        return [contents(await session.answer(r, "key")) for r in (HI, RETRIED, HI)]
+
+    assert asyncio.run(run()) == [["one"], ["one"], ["two"]]
+
+
+def test_a_retry_of_a_refused_repetition_does_not_get_the_older_reply():
+    """Equal bodies: the first answered, the second (a new sample) refused over the cap; its retry is refused too."""
+    session = session_of("one", "two", max_requests=1)
+
+    async def run():
+        await session.answer(HI, "key")
+        for request in (HI, RETRIED):
+            with pytest.raises(ChatError) as caught:
+                await session.answer(request, "key")
+            assert caught.value.status == 429
+
+    asyncio.run(run())
+    assert len(session.tree.nodes) == 1
+
+
+def test_a_request_that_is_cancelled_leaves_nothing():
+    session = session_of("one")
+    session.call_model.gate.clear()
+
+    async def run():
+        task = asyncio.create_task(session.answer(HI, "key"))
+        await session.call_model.called.wait()
+        task.cancel()
+        await asyncio.wait([task])
+        session.call_model.gate.set()
+        return await session.answer(RETRIED, "key")
+
+    assert contents(asyncio.run(run())) == ["one"]
+    assert session.call_model.cancelled == 1 and len(session.tree.nodes) == 1
+
+
+def test_room_and_limits_bound_the_sampled_tokens():
+    limits = []
+
+    async def call_model(ids, max_tokens):
+        limits.append(max_tokens)
+        return turn_of("x", ids)
+
+    session = Session(renderer(), call_model, max_len=TURN_TOKENS + 50, max_new_tokens=30)
+    for asked in (None, 20, 40):
+        asyncio.run(session.answer(replace(HI, max_tokens=asked)))
+    session.max_new_tokens = None
+    asyncio.run(session.answer(replace(HI, max_tokens=32_000)))
+    assert limits == [30, 20, 30, 50]
+
+
+def test_a_prompt_that_leaves_no_room_is_refused():
+    assert asyncio.run(session_of("x", max_len=TURN_TOKENS + 1).answer(HI)).prompt_tokens == TURN_TOKENS
+    error = refused(session_of(max_len=TURN_TOKENS))
+    assert (error.status, error.code) == (400, "context_length_exceeded")
+    assert error.message == f"prompt is too long: {TURN_TOKENS} tokens > {TURN_TOKENS} maximum"
+
+
+@pytest.mark.parametrize("error", [InfraFailure("engine", "3 attempts failed"), TimeoutError("late")])
+def test_a_failure_of_the_engine_ends_the_session(error):
+    session = session_of(error, "one")
+    first = refused(session)
+    assert (first.status, first.code) == (503, "engine") and str(error.args[-1]) in first.message
+    assert isinstance(session.failure, InfraFailure) and session.failed.is_set()
+    assert session.failure.reason == ("engine" if isinstance(error, InfraFailure) else "TimeoutError")
+    assert refused(session).code == "engine" and session.call_model.script == ["one"]  # not even asked again
+    assert session.tree.nodes == []
+
+
+def test_of_n_answers_with_one_failure_none_is_recorded():
+    session = session_of("one", InfraFailure("engine"))
+    assert refused(session, replace(HI, n=2)).code == "engine" and session.tree.nodes == []
+
+
+def test_constrained_decoding_is_refused_unless_the_call_is_not_trained():
+    session = session_of("one")
+    asked = replace(HI, constrained="tool_choice 'required'")
+    error = refused(session, asked)
+    assert error.status == 400 and "tool_choice 'required'" in error.message and "x-molt-train: 0" in error.message
+    asyncio.run(session.answer(replace(asked, train=False)))
+    assert session.counters["ignored_constraint"] == 1
+    assert session.tree.samples() == [] and session.failure is None
+
+
+def test_sampling_of_the_client_is_ignored_and_counted_where_it_is_trained():
+    session = session_of("one")
+    asyncio.run(session.answer(replace(HI, sampling={"temperature": 0.0, "top_p": 1.0}, seed=0)))
+    assert {k: v for k, v in session.counters.items() if k.startswith("ignored")} == {
+        "ignored_temperature": 1,
+        "ignored_top_p": 1,
+        "ignored_seed": 1,
+    }
+
+
+def test_a_call_that_opts_out_is_sampled_as_the_client_likes_and_stays_context():
+    asked = []
+
+    async def freely(ids, max_tokens, sampling):
+        asked.append(sampling)
+        return turn_of("free", ids)
+
+    session = session_of("one", call_freely=freely)
+
+    async def run():
+        await session.answer(replace(HI, sampling={"temperature": 0.0}, seed=5, train=False))
+        said = [*HI.messages, {"role": "assistant", "content": "free"}, {"role": "user", "content": "and"}]
+        await session.answer(ChatRequest(said))
+
+    asyncio.run(run())
+    assert asked == [{"temperature": 0.0, "seed": 5}] and not session.counters["ignored_temperature"]
+    (sample,) = session.tree.samples()
+    assert text_of(sample.token_ids[sample.mask]) == "one<|im_end|>"
+
+
+def test_a_judge_records_nothing():
+    session = session_of("one", "two", record=False)
+
+    async def run():
+        return [contents(await session.answer(replace(HI, train=False))) for _ in range(2)]
+
+    assert asyncio.run(run()) == [["one"], ["two"]] and session.tree.nodes == []
+
+
+def test_the_cap_counts_answers():
+    session = session_of("1", "2", "3", max_requests=3)
+    asyncio.run(session.answer(replace(HI, n=2)))
+    asyncio.run(session.answer(HI))
+    assert (refused(session).status, session.failure) == (429, None)
+
+
+def test_a_malformed_call_reaches_the_client_as_text_and_is_counted():
+    session = session_of('<tool_call>{"name": </tool_call>')
+    reply = asyncio.run(session.answer(HI))
+    assert contents(reply) == ['<tool_call>{"name": </tool_call>'] and session.counters["malformed_calls"] == 1
+    assert reply.answers[0].finish_reason == "stop"
+
+
+def test_parallel_sub_agents_are_one_segment_each():
+    """Two agents with their own system prompts and a tool, three turns each, interleaved."""
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+
+    async def run():
+        texts = iter("abcdef")
+
+        async def call_model(ids, max_tokens):
+            await asyncio.sleep(0)
+            return turn_of(next(texts), ids)
+
+        session = Session(renderer(), call_model, max_len=4000)
+
+        async def agent(name):
+            said = [{"role": "system", "content": name}, {"role": "user", "content": "go"}]
+            for _ in range(3):
+                (answer,) = (await session.answer(ChatRequest(said, tools))).answers
+                said = [*said, {"role": "assistant", "content": answer.content}, {"role": "user", "content": "on"}]
+
+        await asyncio.gather(agent("one"), agent("two"))
+        return session.tree.samples()
+
+    samples = asyncio.run(run())
+    assert len(samples) == 2 and [int(sample.mask.sum()) for sample in samples] == [6, 6]

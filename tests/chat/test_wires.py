@@ -1,0 +1,293 @@
+"""The protocols as pure functions: what a body means, and what an answer looks like."""
+
+import json
+
+import pytest
+from anthropic.types import Message as AnthropicMessage
+from anthropic.types import RawMessageStreamEvent
+from hypothesis import given
+from hypothesis import strategies as st
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from molt.chat.protocol import Answer, ChatError, ChatReply, ChatRequest, ToolCall
+from molt.chat.server import _parse
+from molt.chat.wires import WIRES, chat, messages, responses
+
+PNG = "data:image/png;base64,iVBORw0KGgo="
+IMAGE = {"type": "image_url", "image_url": {"url": PNG}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": SCHEMA}}
+
+CONVERSATION = [
+    {"role": "system", "content": "sys\nmore"},
+    {"role": "user", "content": [{"type": "text", "text": "look"}, IMAGE]},
+    {"role": "assistant", "content": "so", "reasoning_content": "hm", "tool_calls": [CALL, {**CALL, "id": "c2"}]},
+    {"role": "tool", "content": "one", "tool_call_id": "c1"},
+    {"role": "tool", "content": "two", "tool_call_id": "c2"},
+    {"role": "user", "content": "and?"},
+    {"role": "assistant", "content": "first"},
+    {"role": "assistant", "content": "second"},
+    {"role": "user", "content": ""},
+]
+
+
+def test_chat_completions_are_read():
+    body = {
+        "messages": [
+            {"role": "developer", "content": [{"type": "text", "text": "sys"}, {"type": "text", "text": "more"}]},
+            *CONVERSATION[1:-1],
+            {"role": "user", "content": None},
+        ],
+        "tools": [TOOL, {"type": "web_search", "x": 1}, {"type": "custom", "custom": {"name": "g"}}],
+        "max_completion_tokens": 7, "stop": "END", "n": 2, "seed": 5, "temperature": 0, "top_p": None,
+        "tool_choice": "auto", "response_format": {"type": "text"}, "store": True, "unknown": {},
+    }  # fmt: skip
+    assert chat.request(body) == ChatRequest(
+        CONVERSATION, [TOOL], max_tokens=7, n=2, stop=("END",), seed=5, sampling={"temperature": 0}
+    )
+
+
+def test_responses_are_read():
+    def made(call_id):
+        return {"type": "function_call", "call_id": call_id, "name": "f", "arguments": '{"a": 1}', "id": "fc"}
+
+    body = {
+        "instructions": "sys\nmore",
+        "input": [
+            {"role": "user", "content": [
+                {"type": "input_text", "text": "look"}, {"type": "input_image", "image_url": PNG},
+            ]},
+            {"type": "reasoning", "id": "rs", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "so"}]},
+            made("c1"), made("c2"),
+            {"type": "function_call_output", "call_id": "c1", "output": "one"},
+            {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "two"}]},
+            {"type": "message", "role": "user", "content": "and?"},
+            {"type": "message", "role": "assistant", "content": "first"},
+            {"type": "message", "role": "assistant", "content": "second"},
+            {"role": "user", "content": ""},
+        ],
+        "tools": [{"type": "function", **TOOL["function"], "strict": True}, {"type": "namespace", "tools": []}],
+        "max_output_tokens": 7, "top_p": 0.5, "text": {"format": {"type": "text"}}, "include": ["x"], "store": False,
+    }  # fmt: skip
+    assert responses.request(body) == ChatRequest(CONVERSATION, [TOOL], max_tokens=7, sampling={"top_p": 0.5})
+
+
+def test_two_responses_in_a_row_are_two_turns():
+    entries = [
+        {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]},
+        {"type": "function_call", "call_id": "c2", "name": "f", "arguments": "{}"},
+    ]
+    read = responses.request({"input": entries}).messages
+    assert [(said.get("reasoning_content"), said["tool_calls"][0]["id"]) for said in read] == [
+        (None, "c1"),
+        ("hm", "c2"),
+    ]
+
+
+def test_messages_are_read():
+    def use(call_id):
+        return {"type": "tool_use", "id": call_id, "name": "f", "input": {"a": 1}}
+
+    body = {
+        "system": [
+            {"type": "text", "text": "sys", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "more"},
+        ],
+        "messages": [
+            {"role": "user", "content": [
+                {"type": "text", "text": "look"},
+                {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}},
+            ]},
+            {"role": "assistant", "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "s"}, {"type": "redacted_thinking", "data": "z"},
+                {"type": "text", "text": "so"}, use("c1"), use("c2"),
+            ]},
+            {"role": "user", "content": [
+                {"type": "tool_result", "tool_use_id": "c1", "content": "one"},
+                {"type": "tool_result", "tool_use_id": "c2", "content": [{"type": "text", "text": "two"}]},
+                {"type": "text", "text": "and?"},
+            ]},
+            {"role": "assistant", "content": "first"},
+            {"role": "assistant", "content": [{"type": "text", "text": "second"}]},
+            {"role": "user", "content": None},
+        ],
+        "tools": [
+            {"name": "f", "description": "d", "input_schema": SCHEMA, "defer_loading": True},
+            {"type": "web_search_20250305", "name": "web_search"},
+        ],
+        "max_tokens": 7, "stop_sequences": ["END"], "tool_choice": {"type": "auto"}, "output_config": {"effort": "low"},
+        "metadata": {"user_id": "u"}, "context_management": {},
+    }  # fmt: skip
+    assert messages.request(body) == ChatRequest(CONVERSATION, [TOOL], max_tokens=7, stop=("END",))
+
+
+def test_a_block_that_is_not_known_reaches_the_model_as_it_is():
+    block = {"type": "tool_reference", "tool_name": "f"}
+    body = {
+        "messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": [block]}]}]
+    }
+    assert json.loads(messages.request(body).messages[0]["content"]) == block
+
+
+HI = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.parametrize(
+    "wire, body, words",
+    [
+        (chat, HI | {"tool_choice": "required"}, "tool_choice"),
+        (chat, HI | {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        (chat, HI | {"response_format": {"type": "json_object"}}, "json_object"),
+        (responses, {"input": "hi", "text": {"format": {"type": "json_schema"}}}, "json_schema"),
+        (responses, {"input": "hi", "tool_choice": {"type": "web_search"}}, "web_search"),
+        (messages, HI | {"tool_choice": {"type": "any"}}, "any"),
+        (messages, HI | {"output_config": {"format": {"type": "json_schema"}}}, "json_schema"),
+    ],
+)
+def test_constrained_decoding_is_noticed(wire, body, words):
+    assert words in wire.request(body).constrained
+
+
+@pytest.mark.parametrize("choice", ["none", {"type": "none"}])
+def test_a_tool_choice_of_none_offers_no_tools(choice):
+    read = chat.request(HI | {"tools": [TOOL], "tool_choice": choice})
+    assert (read.tools, read.constrained) == (None, None)
+
+
+@pytest.mark.parametrize("path", WIRES)
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        ({"messages": [], "input": []}, "nothing to answer"),
+        ({"messages": "hi", "input": {"role": "user"}}, "must be a list of objects"),
+        ({"messages": ["hi"], "input": ["hi"]}, "must be a list of objects"),
+        ({"messages": [{"role": "wizard", "content": "x"}], "input": [{"role": "wizard", "content": "x"}]}, "'wizard'"),
+        ({"messages": [{"role": ["user"]}], "input": [{"role": ["user"]}]}, "role|protocol"),
+        ({"messages": [{"role": "user", "content": 5}], "input": [{"role": "user", "content": 5}]}, "is a int"),
+        ({key: [{"role": "user", "content": [{"type": "input_audio"}]}] for key in ("messages", "input")}, "be shown"),
+        ({"tools": [{"type": "function", "name": "", "function": {}}]}, "the name"),
+        ({"tools": [{"name": "f", "parameters": [1]}]}, "JSON schema"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]}, "JSON schema"),
+        ({"tools": [{"name": "f", "input_schema": {"properties": []}}]}, "JSON schema"),
+        ({"tools": {"f": 1}}, "`tools` must be a list"),
+        ({"max_tokens": 0}, "`max_tokens` is 0"),
+        ({"max_tokens": "many"}, "`max_tokens` is 'many'"),
+        ({"n": -1}, "`n` is -1"),
+        ({"n": True}, "`n` is True"),
+        ({"stop": [""]}, "stop strings"),
+        ({"stop": 5}, "stop strings"),
+        ({"seed": "x"}, "no numbers"),
+        ({"temperature": [1]}, "no numbers"),
+    ],
+)  # fmt: skip
+def test_bad_bodies_are_refused_in_words(path, change, says):
+    body = {"messages": [{"role": "user", "content": "hi"}], "input": "hi"} | change
+    with pytest.raises(ChatError, match=says) as caught:
+        _parse(WIRES[path], json.dumps(body).encode())
+    assert (caught.value.status, caught.value.code) == (400, "invalid_request")
+
+
+def test_what_is_not_stored_is_refused():
+    for body in ({"previous_response_id": "resp_1"}, {"input": [{"type": "item_reference", "id": "msg_1"}]}):
+        with pytest.raises(ChatError, match=r"stored|keeps"):
+            responses.request({"input": "hi"} | body)
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"null", b"\xff", b"[" * 200_000, b'"x"', b"1" * 5000])
+@pytest.mark.parametrize("path", WIRES)
+def test_bytes_that_are_no_request_are_refused(path, raw):
+    with pytest.raises(ChatError) as caught:
+        _parse(WIRES[path], raw)
+    assert caught.value.status == 400
+
+
+KEYS = [
+    "role", "content", "type", "text", "messages", "input", "system", "tools", "tool_choice", "tool_calls", "function",
+    "name", "arguments", "parameters", "source", "image_url", "url", "stop", "n", "max_tokens", "response_format",
+    "seed", "output_config", "format", "thinking", "summary", "instructions", "call_id",
+]  # fmt: skip
+WORDS = [
+    "user", "assistant", "tool", "system", "text", "image", "image_url", "tool_use", "tool_result", "function_call",
+    "reasoning",
+]  # fmt: skip
+KEYS, WORDS = st.sampled_from(KEYS), st.sampled_from(WORDS)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-1, 2) | WORDS | st.just("\ud800"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=5),
+    max_leaves=12,
+)
+
+
+@given(body=st.dictionaries(KEYS, VALUES, max_size=6), path=st.sampled_from(list(WIRES)))
+def test_any_json_is_read_or_refused(body, path):
+    try:
+        read = _parse(WIRES[path], json.dumps(body).encode())[1]
+    except ChatError as error:
+        assert error.status == 400
+        return
+    for said in read.messages:
+        assert said["role"] in ("system", "user", "assistant", "tool") and isinstance(said["content"], str | list)
+
+
+REPLY = ChatReply(
+    "r1",
+    (Answer("so", "hm", (ToolCall("c1", "f", '{"a": 1}'), ToolCall("c2", "f", "{}")), "tool_calls", 12),),
+    prompt_tokens=30,
+)
+TYPES = {
+    "/chat/completions": (ChatCompletion, ChatCompletionChunk),
+    "/responses": (Response, ResponseStreamEvent),
+    "/messages": (AnthropicMessage, RawMessageStreamEvent),
+}
+
+
+@pytest.mark.parametrize("path", WIRES)
+def test_replies_and_events_are_what_the_sdk_types_demand(path):
+    """Validated strictly, where the SDKs themselves are lenient: a required field that is missing fails here."""
+    whole, event = TYPES[path]
+    full = WIRES[path].reply(REPLY, {"model": "m"})
+    whole.model_validate(full)
+    events = list(WIRES[path].events(full, {}))
+    for name, data in events:
+        assert data == "[DONE]" or TypeAdapter(event).validate_python(data)
+        assert name is None or name == data["type"]
+    assert json.loads(json.dumps(full)) == full
+
+
+def test_chat_usage_comes_apart_if_asked_for_else_with_the_last_choice():
+    full = chat.reply(REPLY, {})
+    apart = [data for _, data in chat.events(full, {"stream_options": {"include_usage": True}})][:-1]
+    assert apart[-1]["choices"] == [] and apart[-1]["usage"]["total_tokens"] == 42
+    assert {chunk["usage"] is None for chunk in apart[:-1]} == {True}
+    together = [data for _, data in chat.events(full, {})][:-1]
+    assert together[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    assert together[-1]["usage"] == full["usage"]
+
+
+def test_a_stream_of_messages_starts_with_the_prompt_and_ends_with_the_sampled_tokens():
+    events = dict(messages.events(messages.reply(REPLY, {}), {}))
+    usages = events["message_start"]["message"]["usage"], events["message_delta"]["usage"]
+    assert [(usage["input_tokens"], usage["output_tokens"]) for usage in usages] == [(30, 0), (30, 12)]
+
+
+def test_an_empty_answer_is_still_a_message():
+    reply = ChatReply("r", (Answer("", None, (), "stop", 1),), 3)
+    assert chat.reply(reply, {})["choices"][0]["message"]["content"] == ""
+    assert [item["type"] for item in responses.reply(reply, {})["output"]] == ["message"]
+    assert messages.reply(reply, {})["content"] == [{"type": "text", "text": "", "citations": None}]
+
+
+@pytest.mark.parametrize(
+    "status, kind",
+    [
+        (400, "invalid_request_error"), (404, "not_found_error"), (413, "request_too_large"), (429, "rate_limit_error"),
+        (503, "api_error"),
+    ],
+)  # fmt: skip
+def test_errors_of_the_messages_protocol(status, kind):
+    shaped = messages.error(ChatError(status, "x", "words"))
+    assert shaped["type"] == "error" and shaped["error"] == {"type": kind, "message": "words"}
