@@ -19,6 +19,7 @@ from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from molt import guard
+from molt.agents.load import resolved
 from molt.algo.plugin import absolute, load_estimator
 from molt.batch.plan import RankPlan
 from molt.config import RLConfig
@@ -164,7 +165,7 @@ def engine_settings(config: RLConfig) -> EngineSettings:
 
 
 def runner_settings(config: RLConfig) -> RunnerSettings:
-    agent_path = str(Path(config.train.agent_path).resolve())
+    agent_path = resolved(config.train.agent_path)
     return RunnerSettings(agent_path, config.actor.model_name_or_path, config.data, config.rollout, config.train.seed)
 
 

@@ -430,7 +430,8 @@ class TrainConfig(Section, prefix="train."):
     """The loop."""
 
     agent_path: str = ""
-    """FILE.py that exports `AgentRunner`. Required."""
+    """FILE.py that exports `AgentRunner`, or an environment of a library: gymnasium:ID, reasoning_gym:NAME,
+    verifiers:ID. Required."""
     batch_size: Annotated[int | None, at_least(1, "nothing would be trained")] = None
     """Rollouts per optimizer step. Unset: the whole training batch, one step."""
     micro_batch_size: Annotated[int, at_least(1, "nothing would be trained")] = 1

@@ -180,9 +180,7 @@ def band_holds_fresh_tokens(c: RLConfig) -> Message:
     advantage = c.algo.advantage
     low, high = advantage.band
     if advantage.is_correction_level != "off" and advantage.is_correction_gating == "ratio" and not low <= 1 <= high:
-        consequence = (
-            "a token that trainer and engine agree on has ratio 1, so all would be dropped or rescaled"
-        )
+        consequence = "a token that trainer and engine agree on has ratio 1, so all would be dropped or rescaled"
         names = "algo.advantage.is_correction_threshold algo.advantage.is_correction_level"
         return message(c, names, consequence, "Use --algo.advantage.is_correction_threshold 0.5 5")
 

@@ -147,7 +147,7 @@ def test_every_documented_metric_is_in_the_code():
 
 AGENT_EXAMPLES = [
     pytest.param(block, id=f"{name_of(page)}-{i}")
-    for page in (ROOT / "README.md", ROOT / "docs" / "agents.md")
+    for page in (ROOT / "README.md", ROOT / "docs" / "agents.md", ROOT / "docs" / "chat_agents.md")
     for i, block in enumerate(blocks(page, "python"))
     if "AgentRunner" in block
 ]

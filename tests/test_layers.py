@@ -31,7 +31,7 @@ NAMES_CUDA = {
     "molt/config.py",
 }
 NOT_IN_RL_PATH = re.compile(
-    r"molt/(report/(page|charts|viewer\w*)|cli/(demo\w*|train_sft|eval|main|advice)|train/sft\w*|config_sft|rules_sft)\.py"
+    r"molt/(report/(page|charts|viewer\w*)|cli/(demo\w*|train_sft|eval|main|advice|agent)|agents/adapters|train/sft\w*|config_sft|rules_sft)\.py"
 )
 
 MODULES = count_lines.package_modules()

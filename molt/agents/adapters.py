@@ -15,6 +15,7 @@ of a task, which all rollouts of its group share; a third argument starts elsewh
 import asyncio
 import importlib
 import inspect
+import itertools
 import json
 import re
 import sys
@@ -33,7 +34,7 @@ HOW = "Give the final answer between <answer> and </answer>."
 
 
 def adapter(agent_path: str) -> Callable[[], Env]:
-    """What makes the `Env` of `KIND:NAME`. Raises AgentError: no package, no such name, spaces or tasks that do not fit."""
+    """What makes the `Env` of `KIND:NAME`. Raises AgentError: no package, no such name, or it does not fit."""
     kind, _, name = agent_path.partition(":")
     module, make = ADAPTERS[kind]
     try:
@@ -47,7 +48,7 @@ def adapter(agent_path: str) -> Callable[[], Env]:
         return make(package, name)
     except Exception as error:  # the library may raise anything
         raise AgentError(
-            f"`train.agent_path` (={agent_path}) cannot be used: {error}. No episode could start. Give another {kind} name."
+            f"`train.agent_path` (={agent_path}): {str(error).rstrip('.')}. No episode could start. Give another name."
         ) from error
 
 
@@ -57,8 +58,8 @@ def _number(state: dict[str, Any]) -> int:
         return int(state["label"])
     except (TypeError, ValueError):
         raise AgentError(
-            f"The label (={state['label']!r}) is not a whole number: the rollouts of a group would get different tasks. "
-            "Set data.label_key to a column of numbers; `python -m molt.agents.adapters KIND:NAME COUNT` writes one."
+            f"label (={state['label']!r}) is not the number of a task: a group's rollouts would get different tasks. "
+            "Set data.label_key to a column of numbers >= 0; python -m molt.agents.adapters KIND:NAME COUNT writes one."
         ) from None
 
 
@@ -200,13 +201,9 @@ def _verifiers(vf: ModuleType, name: str) -> Callable[[], Env]:
     source, tasks = iter(taskset), []
 
     def task(number: int) -> Any:
-        while len(tasks) <= number:
-            if (drawn := next(source, None)) is None:
-                raise AgentError(
-                    f"The label (={number}) is beyond the {len(tasks)} tasks of verifiers:{name}: there is nothing to "
-                    "show the model. Use labels from 0 to one less."
-                )
-            tasks.append(drawn)
+        tasks.extend(itertools.islice(source, max(0, number + 1 - len(tasks))))
+        if not 0 <= number < len(tasks):
+            raise AgentError(f"label (={number}): verifiers:{name} has no such task. Use 0 to {len(tasks) - 1}.")
         return tasks[number]
 
     if unfit := _unfit(vf, name, taskset, task(0)):
@@ -217,16 +214,16 @@ def _verifiers(vf: ModuleType, name: str) -> Callable[[], Env]:
 def _unfit(vf: ModuleType, name: str, taskset: Any, task: Any) -> str:
     """What a task needs besides one answer, or nothing."""
     kind, prompt = type(task), task.data.prompt
-    judged = [*task.hooks("reward"), *task.hooks("metric")]
+    hooks = [*task.hooks("reward"), *task.hooks("metric")]
+    own = kind.setup is not vf.Task.setup or kind.finalize is not vf.Task.finalize
     needs = {
         "an Env of their own": vf.environment_class(name) is not vf.SingleAgentEnv,
         "tools": kind.toolsets(task.config) or type(taskset).toolsets(taskset.config),
         "a container": kind.NEEDS_CONTAINER or task.data.image,
-        "a machine": kind.setup is not vf.Task.setup or kind.finalize is not vf.Task.finalize
-        or any("runtime" in inspect.signature(fn).parameters for fn in judged),
-        "a user who begins": prompt is None,
-        "images": not isinstance(prompt, str) and any(not isinstance(m.content, str) for m in prompt or []),
-    }  # fmt: skip
+        "a runtime": own or any("runtime" in inspect.signature(hook).parameters for hook in hooks),
+        "more than a text": not isinstance(prompt, str)
+        and not (prompt and all(type(m.content) is str for m in prompt)),
+    }
     return ", ".join(what for what, needed in needs.items() if needed)
 
 

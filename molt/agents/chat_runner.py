@@ -173,6 +173,6 @@ class ChatAgentRunner:
                 task.cancel()
             await asyncio.gather(work, failed, return_exceptions=True)
         episode.truncated |= bool(turns) and turns[-1].finish_reason == "length"
-        episode.samples = session.tree.samples()
+        episode.tree, episode.samples = session.tree, session.tree.samples()
         episode.info |= {f"chat_{name}": float(n) for name, n in session.counters.items() if n}
         return episode

@@ -16,6 +16,7 @@ from typing import Any
 from molt.agents.env import Env, Result
 from molt.chat.chat_renderer import ChatRenderer
 from molt.chat.render import Renderer
+from molt.chat.tree import Tree
 from molt.errors import AgentError
 from molt.types import InfraFailure, PolicyFailure, Prompt, Sample, Scored, Turn
 
@@ -53,6 +54,8 @@ class Episode:
     info: dict[str, float] = field(default_factory=dict)
     samples: list[Sample] | None = None
     """None: the turns are one stream."""
+    tree: Tree | None = None
+    """Of a `ChatAgent`."""
 
     def settle(self, result: Any, agent: Any) -> None:
         """End with what an agent returned. Raises as `checked` does."""
@@ -80,7 +83,7 @@ class StepEnvRunner:
             super().__init__(MyEnv)
     """
 
-    def __init__(self, env_class: type[Env]):
+    def __init__(self, env_class: Callable[[], Env]):
         self.env_class = env_class
 
     async def run(self, context: EpisodeContext) -> Episode:

@@ -62,7 +62,7 @@ def static_checks(config: RLConfig) -> Findings:
     if estimator is not None:
         check_scoring_models(found, config, estimator, tokenizer)
     if config.train.agent_path and found.attempt(load_runner, config.train.agent_path):
-        found.add("ok", f"agent: {config.train.agent_path} exports an AgentRunner")
+        found.add("ok", f"agent: {config.train.agent_path} can be run")
     if trains and config.data.prompt_dataset:
         found.attempt(_check_prompts, found, config, "data.prompt_dataset", first_prompts, tokenizer)
     if config.eval.dataset:

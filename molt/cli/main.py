@@ -21,6 +21,7 @@ HELP = """molt trains agents with reinforcement learning.
   molt sft ...             supervised fine-tuning
   molt eval ...            the score of a model on a dataset; same flags as rl, no trainer is built
   molt check rl|sft|eval   everything that can be checked without loading weights; same flags
+  molt agent check FILE    one episode of an agent against a scripted model, and its token tree
   molt report RUN          writes the report page of an output directory
 
 `molt COMMAND --help` lists its flags. Start with `molt demo`.
@@ -80,7 +81,13 @@ def demo(argv: list[str]) -> int | None:
     return import_module("molt.cli.demo").main(argv)
 
 
-COMMANDS = {"demo": demo, "rl": rl, "sft": sft, "eval": evaluate, "check": check, "report": report}
+def agent(argv: list[str]) -> int | None:
+    return import_module("molt.cli.agent").main(argv)
+
+
+COMMANDS = {
+    "demo": demo, "rl": rl, "sft": sft, "eval": evaluate, "check": check, "agent": agent, "report": report,
+}  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:

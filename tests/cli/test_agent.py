@@ -1,0 +1,43 @@
+"""`molt agent check`: what one episode leaves, token by token."""
+
+from pathlib import Path
+
+import pytest
+
+from molt.cli.main import main
+from tests.tiny import save_tiny
+
+AGENTS = Path(__file__).parent.parent.parent / "examples" / "python" / "agents"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(save_tiny(tmp_path_factory.mktemp("model")))
+
+
+def shown(capsys, model, agent, *flags):
+    code = main(["agent", "check", str(AGENTS / agent), "--model", model, *flags])
+    assert code == 0
+    return capsys.readouterr().out
+
+
+def test_an_env_is_one_stream(model, capsys):
+    out = shown(
+        capsys, model, "guess_number.py", "--prompt", "Guess.", "--label", "37", "--answer", "50", "--answer", "37"
+    )
+    assert "#0 at the root" in out and "#1 after #0" in out and "trained in sample 0" in out
+    assert "2 calls, 1 samples, 6 trained tokens" in out  # 50, 37 and two ends of turn
+    assert "Scored: reward 0.9, score 1" in out
+
+
+def test_a_chat_agent_shows_its_tree(model, capsys):
+    out = shown(capsys, model, "chat_minimal.py", "--label", '"hi"', "--answer", "hi")
+    assert "1 calls, 1 samples, 3 trained tokens" in out and "Scored: reward 1, score 1" in out
+    assert "'hi<|im_end|>'" in out
+
+
+def test_what_cannot_be(model, capsys, tmp_path):
+    assert main(["agent", "check", str(AGENTS / "chat_minimal.py"), "--model", model, "--no_chat"]) == 2
+    assert "a ChatAgent talks in messages" in capsys.readouterr().err
+    assert main(["agent", "check", str(tmp_path / "none.py"), "--model", model]) == 1
+    assert "is not a file" in capsys.readouterr().err
