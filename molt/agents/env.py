@@ -18,8 +18,9 @@ class Result:
 
     reward: float
     """Added to the rewards of the episode so far. A non-finite reward is an infrastructure failure."""
-    observation: str = ""
-    """The content of the next message; the framework renders the turn around it. Unused when the episode ends."""
+    observation: str | list[str] = ""
+    """The content of the next message; the framework renders the turn around it. Unused when the episode ends. After
+    tool calls it is the result of the one call, or a list with one for each."""
     terminated: bool = True
     """The task reached its end: an answer was given, a goal was reached."""
     truncated: bool = False
@@ -42,10 +43,11 @@ class Result:
                 raise AgentError(
                     f"Result.{name} (={value!r}) is not a number: nothing could be learned from it. Return a float."
                 ) from None
-        if not isinstance(self.observation, str):
+        said = self.observation if isinstance(self.observation, list) else [self.observation]
+        if not all(isinstance(text, str) for text in said):
             raise AgentError(
-                f"Result.observation is a {type(self.observation).__name__}: the framework renders text. "
-                "Return the content of the next message as a string."
+                f"Result.observation is {self.observation!r:.80}: the framework renders text. Return the content of "
+                "the next message as a string, or after tool calls a list of strings."
             )
         unknown = set(self.sampling_params or {}) - _SAMPLING_KEYS
         if unknown:
@@ -72,6 +74,8 @@ class Env:
     * `turn`: number of the model call, from 0
     * `action`: the text the model answered in this turn
     * `finish_reason`: `stop`, or `length` when the answer was cut
+    * `tool_calls`, `malformed_calls`, `content`: where tools are offered, the calls of this turn as `{"name",
+      "arguments"}`, the texts of those that cannot be read, and what else it said
     """
 
     async def reset(self, state: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ renderer, limits. It knows nothing of engines, Ray or training.
 import asyncio
 import copy
 import inspect
+import json
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ from typing import Any
 
 from molt.agents.env import Env, Result
 from molt.chat.chat_renderer import ChatRenderer
+from molt.chat.protocol import ToolCall
 from molt.chat.render import Renderer
 from molt.chat.tree import Tree
 from molt.errors import AgentError
@@ -39,7 +41,7 @@ class EpisodeContext:
     max_new_tokens: int | None = None
     max_turns: int | None = None
     chat: ChatRenderer | None = None
-    """What a `ChatAgent` needs; None for an `Env`."""
+    """What a `ChatAgent`, or an `Env` with tools, needs; else None."""
     call_freely: Callable[[list[int], int, dict[str, Any]], Awaitable[Turn]] | None = None
     """As `call_model`, with sampling parameters of the caller's: what it samples is never trained."""
 
@@ -137,6 +139,7 @@ class StepEnvRunner:
                 "action": context.renderer.decode(turn.token_ids.tolist()),
                 "finish_reason": turn.finish_reason,
             }
+            parsed = self._calls(context, turn, state)
             episode.turns.append(turn)
             episode.truncated = turn.finish_reason == "length"  # also if `step` raises PolicyFailure
             result = checked(await env.step(state), env)
@@ -148,8 +151,45 @@ class StepEnvRunner:
                 episode.truncated |= bool(result.truncated or not result.terminated)
                 return
             budget = (result.sampling_params or {}).get("max_new_tokens")
-            sampled = turn.token_ids.tolist()
-            ids = [*ids, *sampled, *context.renderer.continuation_ids(sampled, result.observation)]
+            ids = _continued([*ids, *turn.token_ids.tolist()], turn, parsed, result, context)
+
+    def _calls(self, context: EpisodeContext, turn: Turn, state: dict[str, Any]) -> list[ToolCall]:
+        """The tool calls of a turn, which `state` gets as well; none where no tools are offered."""
+        if context.chat is None or not context.prompt.tools:
+            return []
+        parsed = context.chat.parse(turn.token_ids.tolist(), context.prompt.tools, turn.prompt_ids.tolist())
+        calls = [{"name": call.name, "arguments": json.loads(call.arguments)} for call in parsed.tool_calls]
+        state |= {"content": parsed.content, "tool_calls": calls, "malformed_calls": parsed.malformed}
+        return parsed.tool_calls
+
+
+def _continued(ids: list[int], turn: Turn, calls: list[ToolCall], result: Result, context: EpisodeContext) -> list[int]:
+    """The ids so far, and those of the message, or the tool results, that the model sees next."""
+    said, sampled = result.observation, turn.token_ids.tolist()
+    if not calls:
+        if not isinstance(said, str):
+            raise AgentError(
+                f"`Result.observation` is a list of {len(said)}, but the model called no tool: there is one message. "
+                "Return a string."
+            )
+        return [*ids, *context.renderer.continuation_ids(sampled, said)]
+    said = [said] if isinstance(said, str) else said
+    if len(said) != len(calls):
+        raise AgentError(
+            f"`Result.observation` has {len(said)} results for {len(calls)} tool calls: the model would miss some. "
+            "Return a list with one for each of `state['tool_calls']`."
+        )
+    results = [
+        {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
+        for call, text in zip(calls, said, strict=True)
+    ]
+    longer = context.chat.bridge(ids, results, context.prompt.tools, sampled=len(sampled))
+    if longer is None:
+        raise AgentError(
+            "The chat template writes a conversation anew once tool results follow, so an episode cannot go on by "
+            "appending to what was sampled. Use --data.chat_template with one that does not, or a ChatAgent."
+        )
+    return longer
 
 
 def checked(result: Any, agent: Any) -> Result:

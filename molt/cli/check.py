@@ -15,7 +15,9 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.text import Text
 
+from molt.agents.chat_runner import ChatAgentRunner
 from molt.agents.load import load_runner
+from molt.chat.chat_renderer import check_round_trip, load_chat_renderer
 from molt.chat.render import Renderer, load_tokenizer
 from molt.config import CkptConfig, FsdpConfig, ModelConfig, RefConfig, RLConfig
 from molt.data.prompts import PromptDataset
@@ -61,13 +63,29 @@ def static_checks(config: RLConfig) -> Findings:
     tokenizer = check_model(found, config, config.actor, "actor", cpu_engine=on_cpu, trains=trains)
     if estimator is not None:
         check_scoring_models(found, config, estimator, tokenizer)
-    if config.train.agent_path and found.attempt(load_runner, config.train.agent_path):
+    if config.train.agent_path and (runner := found.attempt(load_runner, config.train.agent_path)):
         found.add("ok", f"agent: {config.train.agent_path} can be run")
+        if isinstance(runner, ChatAgentRunner) and tokenizer:
+            found.attempt(_check_chat, found, config)
     if trains and config.data.prompt_dataset:
         found.attempt(_check_prompts, found, config, "data.prompt_dataset", first_prompts, tokenizer)
     if config.eval.dataset:
         found.attempt(_check_prompts, found, config, "eval.dataset", first_held_out, tokenizer)
     return found
+
+
+def _check_chat(found: Findings, config: RLConfig) -> None:
+    """Whether a `ChatAgent` can talk to the model, and how its conversations become ids."""
+    if not config.data.apply_chat_template:
+        raise ConfigError(
+            f"`data.apply_chat_template` (=False) with `train.agent_path` (={config.train.agent_path}): a ChatAgent "
+            "talks in messages, so plain prompts would reach no client. Pass --data.apply_chat_template."
+        )
+    retention = config.rollout.thinking_retention
+    model, template = config.actor.model_name_or_path, config.data.chat_template
+    renderer = load_chat_renderer(model, template, thinking_retention=retention)
+    found.add("warning", *check_round_trip(renderer, tools=config.data.tools_key is not None))
+    found.add("ok", f"chat: rendered and parsed as {renderer.family or 'the template says'}")
 
 
 def check_or_raise(config: Any, checks: Callable[[Any], Findings] = static_checks) -> Findings:

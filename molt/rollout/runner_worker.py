@@ -79,7 +79,7 @@ class AgentHost:
         )
         self.runner = load_runner(settings.agent_path)
         self.chat = None
-        if isinstance(self.runner, ChatAgentRunner):
+        if isinstance(self.runner, ChatAgentRunner) or settings.data.tools_key:
             retention = settings.rollout.thinking_retention
             self.chat = load_chat_renderer(settings.model, settings.data.chat_template, thinking_retention=retention)
         self.stop_token_ids = tuple((self.chat or self.renderer).eos_ids)

@@ -292,7 +292,7 @@ def test_step_must_return_a_result_and_must_exist():
         ({"reward": None}, r"Result.reward \(=None\) is not a number"),
         ({"reward": torch.zeros(2)}, r"Result.reward .* is not a number"),
         ({"reward": 1, "score": "good"}, r"Result.score \(='good'\) is not a number"),
-        ({"reward": 1, "observation": ["x"]}, r"Result.observation is a list: the framework renders text.*string"),
+        ({"reward": 1, "observation": [1]}, r"Result.observation is \[1\]: the framework renders text.*string"),
         ({"reward": 1, "sampling_params": {"temperature": 2}}, r"has \['temperature'\]: only \['max_new_tokens'\]"),
         ({"reward": 1, "sampling_params": {"max_new_tokens": 0}}, r"max_new_tokens \(=0\).*integer >= 1"),
         ({"reward": 1, "sampling_params": {"max_new_tokens": "5"}}, r"max_new_tokens \(='5'\)"),

@@ -45,7 +45,7 @@ def test_good_settings(kind, lines, run, capsys):
 
 def test_check_means_check_rl(run, capsys):
     assert main(["check", *RL.split()]) == 0
-    assert "AgentRunner" in capsys.readouterr().out
+    assert "agent.py can be run" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("flag", ["data.prompt_dataset", "eval.dataset"])
@@ -284,3 +284,21 @@ def test_every_entry_checks_within_seconds_before_ray_or_an_engine_is_imported(e
     assert not (run / "ckpt").exists(), "it wrote something"
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     assert seconds < 10, f"{' '.join(entry)} took {seconds:.1f} CPU-seconds"
+
+
+CHAT_AGENT = """
+from molt.agents import ChatAgent, ChatAgentRunner
+
+
+class AgentRunner(ChatAgentRunner):
+    def __init__(self):
+        super().__init__(ChatAgent)
+"""
+
+
+def test_a_chat_agent_talks_in_messages(run, capsys):
+    (run / "agent.py").write_text(CHAT_AGENT)
+    code, lines = _check(capsys)
+    assert code == 0 and any("chat: rendered and parsed as the template says" in line for line in lines)
+    code, lines = _check(capsys, "--data.no_apply_chat_template")
+    assert code == 1 and any("a ChatAgent talks in messages" in line for line in lines)
