@@ -159,8 +159,15 @@ def test_agents_in_the_documents_can_be_loaded(source, tmp_path):
     load_runner(str(tmp_path / "agent.py"))
 
 
+def test_the_plug_ins_in_the_documents_are_the_examples():
+    written = "".join(path.read_text() for path in EXAMPLES if path.parent.name == "algorithms")
+    shown = [block for block in blocks(ROOT / "docs" / "extending.md", "python") if "ADVANTAGES" not in block]
+    assert len(shown) == 2 and all(block.strip() in written for block in shown)
+    assert all(len(block.splitlines()) <= 15 for block in shown)
+
+
 def test_the_estimator_in_the_documents_runs():
-    (source,) = blocks(ROOT / "docs" / "algorithms.md", "python")
+    (source,) = (block for block in blocks(ROOT / "docs" / "extending.md", "python") if "ADVANTAGES" in block)
     names = {**vars(advantage), "ADVANTAGES": dict(advantage.ADVANTAGES)}
     exec(source, names)
     torch = names["torch"]
