@@ -7,7 +7,7 @@ python benchmarks/algorithms.py [--output_dir DIR] [--only teacher,grpo,gae] [--
     losses        grpo's advantages, two optimizer steps per batch, so that the ratio leaves 1 and the bounds act
     stale         one batch behind its weights (queue 1), importance correction per token
     control       a plug-in whose advantages are all 0: it must not rise
-    distillation  the checkpoint imitates `teacher` (grpo, 200 batches of 32 x 8 rollouts); no reward enters
+    distillation  the checkpoint imitates `teacher` (grpo), no reward enters; both 200 batches of 32 x 8 rollouts
 
 Prints a table of sampled pass@1 on 512 held-out prompts before and after, and last the ratio of the smallest gain to
 the 0.2 that is asked for. Fails if that is below 1, if the control rises, if the critic explains less than 0.3 of the
@@ -40,12 +40,13 @@ ZERO = "def zero(rewards, groups, ctx):\n    return 0 * rewards\n"
 ESTIMATOR, LOSS = "--algo.advantage.estimator", "--actor.loss_mode"
 TWO_STEPS = ["--train.batch_size", "64"]
 WIDE = ["--rollout.batch_size", "32"]
+LONG = [*WIDE, "--train.max_steps", "200"]
 CRITIC = [ESTIMATOR, "gae", *WIDE, "--train.batch_size", "128", "--actor.freezing_steps", "{half}",
           "--critic.adam.lr", "1e-3", "--critic.max_epochs", "8", "--critic.gradient_checkpoint", "none"]  # fmt: skip
 GSPO = [LOSS, "gspo", "--actor.eps_clip_low_high", "3e-4", "4e-4"]
 STALE = ["--train.async_queue_size", "1", "--algo.advantage.is_correction_level", "token"]
 RUNS: dict[str, list[str]] = {
-    "teacher": [ESTIMATOR, "grpo", *WIDE, "--train.max_steps", "200"],
+    "teacher": [ESTIMATOR, "grpo", *LONG],
     "reinforce": [ESTIMATOR, "reinforce"],
     "reinforce_baseline": [ESTIMATOR, "reinforce_baseline"],
     "rloo": [ESTIMATOR, "rloo"],
@@ -61,7 +62,7 @@ RUNS: dict[str, list[str]] = {
     "stale gae": [*STALE, *CRITIC],
     "stale gspo": [*STALE, *GSPO],
     "control": [ESTIMATOR, "{folder}/zero.py:zero"],
-    "on_policy_distill": [ESTIMATOR, "on_policy_distill", "--ref.model_name_or_path", "{folder}/teacher"],
+    "on_policy_distill": [ESTIMATOR, "on_policy_distill", "--ref.model_name_or_path", "{folder}/teacher", *LONG],
 }
 
 

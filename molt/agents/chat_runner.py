@@ -10,11 +10,13 @@ import copy
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from molt.agents.env import Result
-from molt.agents.step_runner import Episode, EpisodeContext, outcome_of
+from molt.agents.step_runner import CLOSE_S, Episode, EpisodeContext, outcome_of
 from molt.chat.session import Session
 from molt.chat.tree import Node
 from molt.errors import AgentError
@@ -24,8 +26,8 @@ if TYPE_CHECKING:
     from molt.chat.server import ChatServer
 
 API_KEY, MODEL = "molt", "policy"
-KILL_S = 5.0
-"""Between asking a harness to end and ending it."""
+GRACE_S, KILL_S = 1.0, 5.0
+"""What a harness may take to end when it is asked to, and to be gone when it is ended."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,10 @@ class ChatContext:
         """For OpenAI clients."""
         return f"{self.base_url}/v1"
 
+    def train_side(self) -> None:
+        """Train side conversations too: those without tools and with another system prompt than the main one."""
+        self.session.tree.train_side = True
+
     def exclude(self, what: Node | Callable[[Node], bool]) -> None:
         """Leave branches of the token tree out of training."""
         self.session.tree.exclude(what)
@@ -76,39 +82,66 @@ class ChatContext:
         """
         found = {"OPENAI_BASE_URL": self.openai_url, "ANTHROPIC_BASE_URL": self.base_url}
         found |= dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY"), self.api_key)
+        found |= dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1")
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
         process = await asyncio.create_subprocess_exec(
             *command, cwd=cwd, env={**os.environ, **found, **(env or {})}, start_new_session=True, **pipes
         )
+        said = bytearray(), bytearray()
+        pairs = zip((process.stdout, process.stderr), said, strict=True)
+        talk = [asyncio.create_task(_read(*pair)) for pair in pairs] + [asyncio.create_task(_write(process, stdin))]
+        timed_out = False
         try:
             async with asyncio.timeout(timeout_s):
-                said = await process.communicate(stdin.encode())
+                await _exited(process)
         except TimeoutError:
-            return Finished(await _end(process), "", "", timed_out=True)
+            timed_out = True
         finally:  # also what it left in the background, and when the rollout is cancelled
-            await _end(process)
-        return Finished(process.returncode, *(text.decode(errors="replace") for text in said))
+            await _end(process, self.base_url)
+            await asyncio.wait(talk, timeout=KILL_S)  # nobody holds the pipes any more
+            for task in talk:
+                task.cancel()
+        return Finished(process.returncode, *(text.decode(errors="replace") for text in said), timed_out)
 
 
-async def _end(process: asyncio.subprocess.Process) -> int:
-    """End the process and all of its group."""
+async def _exited(process: asyncio.subprocess.Process) -> None:
+    while process.returncode is None:  # `wait` would also wait for whoever else holds the pipes
+        await asyncio.sleep(0.02)
+
+
+async def _read(stream: asyncio.StreamReader, into: bytearray) -> None:
+    while chunk := await stream.read(1 << 16):
+        into += chunk
+
+
+async def _write(process: asyncio.subprocess.Process, text: str) -> None:
+    with contextlib.suppress(ConnectionError):  # it may end without reading
+        process.stdin.write(text.encode())
+        await process.stdin.drain()
+        process.stdin.close()
+
+
+async def _end(process: asyncio.subprocess.Process, url: str) -> None:
+    """End its group, and what has left the group but still has the URL of the session in its environment."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
+        strays = await asyncio.to_thread(_strays, url)
+        for stray in strays:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                stray.send_signal(number)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(KILL_S):
-                await process.wait()
-                if number == signal.SIGTERM and not _alive(process.pid):
-                    break
-    return process.returncode
+            async with asyncio.timeout(KILL_S if number == signal.SIGKILL else GRACE_S):
+                await _exited(process)
 
 
-def _alive(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
+def _strays(url: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.pid != os.getpid() and process.environ().get("ANTHROPIC_BASE_URL") == url:
+                found.append(process)
+    return found
 
 
 class ChatAgent:
@@ -137,24 +170,32 @@ class ChatAgentRunner:
             from molt.chat.server import ChatServer  # an agent file is also loaded where nothing is served
 
             self._server = asyncio.create_task(ChatServer().__aenter__())
-        server, turns = await asyncio.shield(self._server), []
+        try:
+            server, turns = await asyncio.shield(self._server), []
+        except Exception:
+            self._server = None  # the next episode tries again
+            raise
 
         async def call_model(prompt_ids: list[int], max_tokens: int) -> Turn:
-            turns.append(await context.call_model(prompt_ids, max_tokens))
-            return turns[-1]
+            turn = await context.call_model(prompt_ids, max_tokens)
+            turns.append(replace(turn, prompt_ids=turn.prompt_ids[:0]))  # the tree has them, once
+            return turn
 
         limits = {"max_len": context.max_len, "max_new_tokens": context.max_new_tokens}
         session = Session(context.chat, call_model, call_freely=context.call_freely, **limits)
         judge = Session(context.chat, call_model, call_freely=context.call_freely, record=False, **limits)
+        judge.failed = session.failed  # whichever cannot answer ends the episode
         urls = [server.open(session), server.open(judge)]
         try:
-            return await self._play(context, session, urls, turns)
+            return await self._play(context, (session, judge), urls, turns)
         finally:
             for url in urls:
                 server.close(url)
 
-    async def _play(self, context: EpisodeContext, session: Session, urls: Sequence[str], turns: list[Turn]) -> Episode:
-        prompt, agent = context.prompt, self.agent_class()
+    async def _play(
+        self, context: EpisodeContext, sessions: Sequence[Session], urls: Sequence[str], turns: list[Turn]
+    ) -> Episode:
+        prompt, agent, session = context.prompt, self.agent_class(), sessions[0]
         given = copy.deepcopy(prompt.text if prompt.messages is None else prompt.messages)
         ctx = ChatContext(
             given, copy.deepcopy(prompt.label), prompt.data_source, prompt.tools, context.seed, *urls, session
@@ -163,16 +204,19 @@ class ChatAgentRunner:
         work, failed = asyncio.create_task(agent.run(ctx)), asyncio.create_task(session.failed.wait())
         try:
             await asyncio.wait({work, failed}, return_when=asyncio.FIRST_COMPLETED)
-            if session.failure is not None:
-                raise session.failure
+            for each in sessions:
+                if each.failure is not None:
+                    raise each.failure
             episode.settle(await work, agent)
         except PolicyFailure as failure:
             episode.outcome = outcome_of(failure, agent)
         finally:
             for task in (work, failed):
                 task.cancel()
-            await asyncio.gather(work, failed, return_exceptions=True)
-        episode.truncated |= bool(turns) and turns[-1].finish_reason == "length"
-        episode.tree, episode.samples = session.tree, session.tree.samples()
+            await asyncio.wait({work, failed}, timeout=CLOSE_S)
+        tree = episode.tree = session.tree
+        episode.samples, leaves = tree.samples(), tree.leaves()
+        episode.truncated |= bool(leaves) and session.finishes[leaves[-1].index] == "length"
+        session.counters["side_calls"] = sum(tree.side(node) for node in tree.nodes)
         episode.info |= {f"chat_{name}": float(n) for name, n in session.counters.items() if n}
         return episode

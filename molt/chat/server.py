@@ -28,11 +28,11 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from molt.chat.protocol import ChatError, ChatReply, ChatRequest
-from molt.chat.session import RETRY, Session
+from molt.chat.session import IDEMPOTENCY, RETRY, Session, aside
 from molt.chat.wires import WIRES
 from molt.chat.wires.shared import Json, refuse
 
-HINTS = (RETRY, "x-claude-code-agent-id", "x-session-id", "x-parent-session-id")
+HINTS = (RETRY, IDEMPOTENCY, "x-claude-code-agent-id", "x-session-id", "x-parent-session-id")
 MODEL = {
     "id": "policy", "object": "model", "type": "model", "created": 0, "owned_by": "molt", "display_name": "policy",
     "created_at": "1970-01-01T00:00:00Z", "lifecycle": "active",
@@ -58,6 +58,8 @@ class ChatServer:
         self._server.capture_signals = contextlib.nullcontext  # signals belong to the process, not to a server in it
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         while not self._server.started:
+            if self._serving.done():
+                await self._serving  # raises what went wrong
             await asyncio.sleep(0.005)
         return self
 
@@ -92,13 +94,13 @@ class ChatServer:
 
     async def _post(self, request: Request, wire: ModuleType, session: Session, counting: bool) -> Response:
         raw, heads = await self._read(request), request.headers
-        body, asked = await asyncio.to_thread(_parse, wire, raw)
+        body, asked = await aside(_parse, wire, raw)
         hints = {name: heads[name] for name in HINTS if name in heads}
         asked = replace(asked, hints=hints, train=session.record and heads.get("x-molt-train") != "0")
         session.counters["ignored_tools"] += len(body.get("tools") or []) - len(asked.tools or [])
         if counting:
             return _json({"input_tokens": await session.count(asked)})
-        key = heads.get("idempotency-key") or hashlib.blake2b(request.url.path.encode() + raw).hexdigest()
+        key = heads.get(IDEMPOTENCY) or hashlib.blake2b(request.url.path.encode() + raw).hexdigest()
         work, gone = (asyncio.create_task(c) for c in (session.answer(asked, key), _disconnected(request)))
         session.running.add(work)
         work.add_done_callback(session.running.discard)
@@ -123,6 +125,8 @@ class ChatServer:
             while not (await asyncio.wait({work}, timeout=self.ping_s))[0]:
                 yield ": still sampling\n\n"
             try:
+                if work.cancelled():
+                    raise ChatError(503, "engine", "the session is over.")
                 sent = list(wire.events(wire.reply(work.result(), body), body))
             except ChatError as error:
                 sent = [("error", wire.error(error))]

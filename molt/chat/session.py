@@ -12,6 +12,7 @@ import secrets
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
@@ -25,7 +26,20 @@ CallModel = Callable[[list[int], int], Awaitable[Turn]]
 CallFreely = Callable[[list[int], int, dict[str, Any]], Awaitable[Turn]]
 """As `CallModel`, with the client's own sampling: for calls that are not trained."""
 
-RETRY = "x-stainless-retry-count"
+RETRY, IDEMPOTENCY = "x-stainless-retry-count", "idempotency-key"
+HONOURED = {
+    "temperature": lambda value: value >= 0,
+    "top_p": lambda value: 0 < value <= 1,
+    "top_k": lambda value: value == -1 or value >= 1,
+}
+"""What a call that is not trained may choose, and what it may choose it to be."""
+_THREADS = ThreadPoolExecutor(max_workers=2, thread_name_prefix="molt-chat")
+"""Of the server alone: agents with synchronous clients fill the event loop's own, and would wait for themselves."""
+
+
+async def aside(function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)` off the event loop."""
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, function, *args)
 
 
 @dataclass(eq=False)
@@ -48,6 +62,8 @@ class Session:
     failure: InfraFailure | None = None
     """Ends the episode: whoever runs it waits for `failed`."""
     failed: asyncio.Event = field(default_factory=asyncio.Event)
+    finishes: dict[int, str] = field(default_factory=dict)
+    """How each recorded call ended, by the index of its node."""
     running: set[asyncio.Task[ChatReply]] = field(default_factory=set)
     _last: dict[str, ChatReply] = field(default_factory=dict)
     _lost: dict[str, list[ChatReply]] = field(default_factory=dict)
@@ -70,7 +86,7 @@ class Session:
 
     async def count(self, request: ChatRequest) -> int:
         """The prompt tokens that `answer` would report."""
-        return len(await asyncio.to_thread(self._render, request, self._match(request)))
+        return len(await aside(self._render, request, self._match(request)))
 
     def lost(self, key: str, reply: ChatReply) -> None:
         """The client went away before `reply` reached it: its next equal request gets this one."""
@@ -79,7 +95,8 @@ class Session:
     def _replayed(self, request: ChatRequest, key: str | None) -> ChatReply | None:
         """A lost reply, or one that the client's SDK says it is asking for again."""
         lost = self._lost.get(key)
-        retried = self._last.get(key) if request.hints.get(RETRY, "0") != "0" else None
+        again = request.hints.get(RETRY, "0") != "0" or IDEMPOTENCY in request.hints
+        retried = self._last.get(key) if again else None
         found = lost.pop(0) if lost else retried
         self.counters["replayed"] += found is not None
         return found
@@ -88,17 +105,23 @@ class Session:
         self._last.pop(key, None)  # what follows is a new sample, not that one
         self._admit(request)
         match = self._match(request)
-        ids = await asyncio.to_thread(self._render, request, match)
+        ids = await aside(self._render, request, match)
         if len(ids) >= self.max_len:
             said = f"prompt is too long: {len(ids)} tokens > {self.max_len} maximum"
             refuse(said, code="context_length_exceeded")
         limit = min(filter(None, [self.max_len - len(ids), self.max_new_tokens, request.max_tokens]))
-        turns = await asyncio.gather(*(self._call(ids, limit, request) for _ in range(request.n)))
-        read = await asyncio.to_thread(lambda: [self._read(turn, request) for turn in turns])
+        calls = [asyncio.ensure_future(self._call(ids, limit, request)) for _ in range(request.n)]
+        try:
+            turns = await asyncio.gather(*calls)
+        finally:  # where one fails, the others end with it
+            for call in calls:
+                call.cancel()
+        read = await aside(lambda: [self._read(turn, request) for turn in turns])
         for turn, answer, malformed in read:
             self.counters["malformed_calls"] += malformed
             if match is not None:
-                self.tree.add(match, ids, turn, _echo(answer), train=request.train)
+                node = self.tree.add(match, ids, turn, _echo(answer), train=request.train)
+                self.finishes[node.index] = answer.finish_reason
         reply = ChatReply(secrets.token_hex(12), tuple(answer for _, answer, _ in read), len(ids))
         if key is not None:
             self._last[key] = reply
@@ -113,9 +136,13 @@ class Session:
                 f"{request.constrained}: it samples from another distribution than the policy's, so the call cannot be "
                 "trained. Leave it out, or send the header `x-molt-train: 0` to keep the call out of training."
             )
-        if request.train or self.call_freely is None:
-            ignored = {**request.sampling, "seed": request.seed, "constraint": request.constrained}
-            self.counters.update(f"ignored_{name}" for name, value in ignored.items() if value is not None)
+        honoured = {} if request.train or self.call_freely is None else HONOURED
+        for name, value in request.sampling.items():
+            if name in honoured and not honoured[name](value):
+                refuse(f"`{name}` is {value!r}: there is no such distribution.")
+        ignored = {name: value for name, value in request.sampling.items() if name not in honoured}
+        ignored |= {"constraint": request.constrained} | ({} if honoured else {"seed": request.seed})
+        self.counters.update(f"ignored_{name}" for name, value in ignored.items() if value is not None)
 
     def _match(self, request: ChatRequest) -> Match | None:
         return self.tree.match(request.messages, request.tools) if self.record else None
@@ -137,7 +164,8 @@ class Session:
         if request.train or self.call_freely is None:
             return await self.call_model(ids, limit)
         seed = {} if request.seed is None else {"seed": request.seed}
-        return await self.call_freely(ids, limit, {**request.sampling, **seed})
+        chosen = {name: value for name, value in request.sampling.items() if name in HONOURED}
+        return await self.call_freely(ids, limit, chosen | seed)
 
     def _read(self, turn: Turn, request: ChatRequest) -> tuple[Turn, Answer, int]:
         """The turn as it is recorded, what the client gets, and how many calls in it could not be read."""
@@ -179,5 +207,5 @@ def _check_image(url: str, allow_urls: bool) -> None:
         return
     try:
         Image.open(io.BytesIO(base64.b64decode(url.partition("base64,")[2], validate=True))).verify()
-    except (ValueError, OSError, SyntaxError, Image.DecompressionBombError) as error:
+    except (ValueError, OSError, SyntaxError, NotImplementedError, Image.DecompressionBombError) as error:
         refuse(f"the image {url[:40]!r} cannot be read ({error}). Send a PNG or a JPEG as a base64 `data:` URL.")

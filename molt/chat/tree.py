@@ -238,6 +238,10 @@ class Tree:
         """Train neither the node (or every node of which the function is true, now or later) nor what follows it."""
         self._excluded.append((lambda node: node is branch) if isinstance(branch, Node) else branch)
 
+    def leaves(self) -> list[Node]:
+        """The last call of each sample, in their order."""
+        return [leaf for leaf, _ in self._segments()]
+
     def samples(self) -> list[Sample]:
         """One per segment, in the order in which their last calls were made."""
         return [self._sample(leaf, owned) for leaf, owned in self._segments()]

@@ -6,12 +6,14 @@ owns them and they outlive this process.
 
 import asyncio
 import hashlib
-import random
 import time
+import zlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import ray
 
 from molt.agents.chat_runner import ChatAgentRunner
@@ -79,10 +81,12 @@ class AgentHost:
         )
         self.runner = load_runner(settings.agent_path)
         self.chat = None
-        if isinstance(self.runner, ChatAgentRunner) or settings.data.tools_key:
+        self.chats = isinstance(self.runner, ChatAgentRunner)
+        if self.chats or settings.data.tools_key:
             retention = settings.rollout.thinking_retention
             self.chat = load_chat_renderer(settings.model, settings.data.chat_template, thinking_retention=retention)
-        self.stop_token_ids = tuple((self.chat or self.renderer).eos_ids)
+            self.renderer.eos_ids = sorted({*self.renderer.eos_ids, *self.chat.eos_ids})
+        self.stop_token_ids = tuple(self.renderer.eos_ids)
 
     async def ready(self) -> None:
         """Answers when the constructor is done."""
@@ -130,32 +134,33 @@ class AgentHost:
         raises is an `InfraFailure`, never a reward."""
         prompt = task.prompt
         rollout = f"{prompt.group_id}:{index}"
-        calls = 0
+        identity = (self.settings.seed, prompt.epoch, prompt.position, index)
+        calls: Counter[tuple[int, ...]] = Counter()
+
+        async def sample(prompt_ids: list[int], max_tokens: int, kind: tuple[int, ...], **asked: Any) -> Turn:
+            seed = seed_of(*identity, calls[kind], *kind)
+            calls[kind] += 1
+            policy = Sampling(task.temperature, task.top_p, task.top_k, max_tokens, seed, self.stop_token_ids)
+            return await self.pool.generate(
+                rollout, prompt_ids, replace(policy, **asked), self.settings.rollout.timeout_s
+            )
+
+        def place(prompt_ids: list[int]) -> int:
+            # An agent with a loop of its own calls at any time: its calls are numbered by prompt, so that the seed of
+            # one does not depend on which of two came first.
+            return zlib.crc32(np.asarray(prompt_ids, np.int32).tobytes())
 
         async def call_model(prompt_ids: list[int], max_tokens: int) -> Turn:
-            nonlocal calls
-            sampling = Sampling(
-                temperature=task.temperature,
-                top_p=task.top_p,
-                top_k=task.top_k,
-                max_tokens=max_tokens,
-                seed=seed_of(self.settings.seed, prompt.epoch, prompt.position, index, calls),
-                stop_token_ids=self.stop_token_ids,
-            )
-            calls += 1
-            return await self.pool.generate(rollout, prompt_ids, sampling, self.settings.rollout.timeout_s)
+            return await sample(prompt_ids, max_tokens, (0, place(prompt_ids)) if self.chats else ())
 
         async def call_freely(prompt_ids: list[int], max_tokens: int, asked: dict[str, Any]) -> Turn:
-            seed = random.getrandbits(63)  # of no consequence for training
-            default = Sampling(task.temperature, task.top_p, task.top_k, max_tokens, seed, self.stop_token_ids)
-            sampling = replace(default, **{name: value for name, value in asked.items() if value is not None})
-            return await self.pool.generate(rollout, prompt_ids, sampling, self.settings.rollout.timeout_s)
+            return await sample(prompt_ids, max_tokens, (1, place(prompt_ids)), **asked)
 
         context = EpisodeContext(
             prompt=prompt,
             call_model=call_model,
             renderer=self.renderer,
-            seed=seed_of(self.settings.seed, prompt.epoch, prompt.position, index, -1),
+            seed=seed_of(*identity, -1),
             max_len=self.settings.data.max_len,
             max_new_tokens=task.max_new_tokens,
             max_turns=self.settings.rollout.max_turns,

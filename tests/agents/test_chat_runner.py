@@ -8,7 +8,7 @@ import httpx
 import numpy as np
 import psutil
 import pytest
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, BadRequestError, OpenAI
 
 from molt.agents import ChatAgent, ChatAgentRunner, PolicyFailure, Result
 from molt.agents.step_runner import EpisodeContext
@@ -123,6 +123,75 @@ def test_what_a_judge_samples_is_in_no_sample_and_uses_its_own_sampling():
     assert TOKENIZER.decode(sample.token_ids[sample.mask]) == "fine<|im_end|>"
 
 
+def test_a_judge_without_an_engine_ends_the_episode_too():
+    async def run(ctx):
+        answer = await ask(ctx, ctx.prompt)
+        async with httpx.AsyncClient() as client:  # which does not look at the status
+            await client.post(f"{ctx.judge_url}/v1/chat/completions", json={"model": "m", "messages": SAY})
+        return Result(reward=len(answer))
+
+    with pytest.raises(InfraFailure, match="engine"):
+        play(run, Model("fine", InfraFailure("engine", "dead")))
+
+
+def test_a_judge_may_send_what_is_not_honoured_but_not_what_does_not_exist():
+    async def run(ctx):
+        async with AsyncOpenAI(base_url=f"{ctx.judge_url}/v1", api_key="x", max_retries=0) as judge:
+            ask = judge.chat.completions.create
+            await ask(model="policy", messages=SAY, presence_penalty=0.5, top_p=0.9)
+            with pytest.raises(BadRequestError, match="no such distribution"):
+                await ask(model="policy", messages=SAY, temperature=-1.0)
+        return Result(reward=1.0)
+
+    model = Model("yes")
+    assert play(run, model).outcome.reward == 1.0 and model.free == [{"top_p": 0.9}]
+
+
+def test_an_answer_that_a_stop_string_ended_is_not_truncated_and_a_cut_title_does_not_count():
+    async def run(ctx):
+        assert await ask(ctx, ctx.prompt, stop=["c"], max_tokens=6) == "ab"
+        title = [{"role": "system", "content": "titles"}, {"role": "user", "content": "title?"}]
+        await ask(ctx, title, max_tokens=2)
+        return Result(reward=1.0)
+
+    episode = play(run, Model("abcdefgh", "a title"))
+    assert not episode.truncated and episode.info["chat_side_calls"] == 1
+    (sample,) = episode.samples
+    assert TOKENIZER.decode(sample.token_ids[sample.mask]) == "abc"
+
+
+def test_side_conversations_are_trained_if_asked_for():
+    async def run(ctx):
+        ctx.train_side()
+        await ask(ctx, ctx.prompt)
+        await ask(ctx, [{"role": "system", "content": "critic"}, {"role": "user", "content": "good?"}])
+        return Result(reward=1.0)
+
+    assert len(play(run, Model("a", "b")).samples) == 2
+
+
+def test_many_agents_with_synchronous_clients_do_not_wait_for_themselves():
+    class Agent(ChatAgent):
+        async def run(self, ctx):
+            def call():
+                with OpenAI(base_url=ctx.openai_url, api_key="x", max_retries=0, timeout=30) as client:
+                    return client.chat.completions.create(model="policy", messages=ctx.prompt)
+
+            await asyncio.to_thread(call)
+            return Result(reward=1.0)
+
+    async def episodes():
+        runner, prompt = ChatAgentRunner(Agent), Prompt(0, 0, 0, messages=SAY, text=None)
+        chat = ChatRenderer(TOKENIZER, [END_ID])
+        contexts = [EpisodeContext(prompt, Model("x"), None, 7, 500, chat=chat) for _ in range(40)]
+        async with asyncio.timeout(25):
+            done = await asyncio.gather(*(runner.run(context) for context in contexts))
+        await (await runner._server).__aexit__()
+        return done
+
+    assert all(episode.outcome.reward == 1.0 for episode in asyncio.run(episodes()))
+
+
 def test_branches_can_be_left_out():
     async def run(ctx):
         await ask(ctx, ctx.prompt)
@@ -198,11 +267,21 @@ def test_a_harness_finds_the_session_in_its_environment():
     assert episode.outcome.reward == 1.0 and len(episode.samples) == 1
 
 
-@pytest.mark.parametrize("ignores", ["", "trap '' TERM; "])
-def test_a_harness_that_hangs_is_ended_with_all_it_started(ignores, tmp_path):
+def test_a_harness_that_leaves_a_child_behind_has_ended():
     async def run(ctx):
-        script = f"{ignores}sleep 600 & echo $! > {tmp_path}/child; sleep 600"
-        done = await ctx.harness("bash", "-c", script, timeout_s=0.5)
+        done = await ctx.harness("bash", "-c", "sleep 600 & echo hi; exit 3", timeout_s=20)
+        assert (done.returncode, done.stdout, done.timed_out) == (3, "hi\n", False)
+        return Result(reward=1.0)
+
+    assert play(run, Model()).outcome.reward == 1.0
+
+
+@pytest.mark.parametrize("how", ["", "trap '' TERM; ", "setsid "])
+def test_a_harness_that_hangs_is_ended_with_all_it_started(how, tmp_path):
+    async def run(ctx):
+        script = f"echo begun; {how}sleep 600 & echo $! > {tmp_path}/child; sleep 600"
+        done = await ctx.harness("bash", "-c", script, timeout_s=3)
+        assert done.stdout == "begun\n"
         return Result(reward=float(done.timed_out))
 
     assert play(run, Model()).outcome.reward == 1.0

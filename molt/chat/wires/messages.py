@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import groupby
 
 from molt.chat.protocol import Answer, ChatError, ChatReply, ChatRequest, Message
@@ -18,7 +19,8 @@ def request(body: Json) -> ChatRequest:
     messages = [message("system", content(body["system"], "system"))] if body.get("system") else []
     for index, turn in enumerate(items(body, "messages")):
         messages += _messages(turn, f"messages[{index}]")
-    return chat_request(messages, body, (body.get("output_config") or {}).get("format") or body.get("output_format"))
+    output_format = (body.get("output_config") or {}).get("format") or body.get("output_format")
+    return replace(chat_request(messages, body, output_format), n=1)  # this protocol has one answer
 
 
 def _messages(turn: Json, where: str) -> Iterator[Message]:

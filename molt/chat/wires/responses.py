@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 from molt.chat.protocol import Answer, ChatError, ChatReply, ChatRequest, Message
 from molt.chat.wires import chat
@@ -27,7 +28,9 @@ def request(body: Json) -> ChatRequest:
         else:
             messages.append(said)
         rank = place
-    return chat_request(messages, body, (body.get("text") or {}).get("format"))
+    return replace(
+        chat_request(messages, body, (body.get("text") or {}).get("format")), n=1
+    )  # this protocol has one answer
 
 
 def _message(entry: Json, where: str) -> Message:
