@@ -83,6 +83,7 @@ class ChatContext:
         found = {"OPENAI_BASE_URL": self.openai_url, "ANTHROPIC_BASE_URL": self.base_url}
         found |= dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY"), self.api_key)
         found |= dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1")
+        found |= {} if cwd is None else {"PWD": os.path.abspath(cwd)}  # some look there, and not where they are
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
         process = await asyncio.create_subprocess_exec(
             *command, cwd=cwd, env={**os.environ, **found, **(env or {})}, start_new_session=True, **pipes
