@@ -37,7 +37,7 @@ class Trainer:
     def __init__(self, world):
         self.world, self.send_weights = world, world.send_weights
 
-    async def score(self, sequences):
+    async def probe(self, sequences):
         assert sequences == PROBE and self.world.calls[-2:] == ["send", "commit"]
         return [np.zeros(len(ids), np.float32) for ids in sequences]
 

@@ -49,7 +49,7 @@ class OneRank:
     async def send_weights(self):
         return await asyncio.to_thread(self.sender.send)
 
-    async def score(self, sequences):
+    async def probe(self, sequences):
         with torch.no_grad():
             return [self.model(collate([np.array(ids)], packed=False))[0][0].numpy() for ids in sequences]
 

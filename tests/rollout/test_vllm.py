@@ -88,7 +88,7 @@ class Trainer:
     async def send_weights(self):
         return await asyncio.to_thread(self.sender.send)
 
-    async def score(self, sequences):
+    async def probe(self, sequences):
         return [reference_logprobs(self.model, ids) for ids in sequences]
 
 
