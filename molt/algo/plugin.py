@@ -62,7 +62,6 @@ class UserFunction:
         return found
 
 
-@cache
 def load_estimator(name: str) -> Estimator:
     """A row of `ADVANTAGES`, or `FILE.py:function`. Raises `ConfigError` with what is wrong and the fix.
 
@@ -70,8 +69,11 @@ def load_estimator(name: str) -> Estimator:
     in `Estimator`. Attributes that it may have: `whiten` (default False), `formula` (a text for the header) and, of a
     token estimator, `needs` (some of `NEEDS`).
     """
-    if name in ADVANTAGES:
-        return ADVANTAGES[name]
+    return ADVANTAGES[name] if name in ADVANTAGES else _user_estimator(name)
+
+
+@cache
+def _user_estimator(name: str) -> Estimator:
     user = _load("algo.advantage.estimator", name, ADVANTAGES)
     # The second group has equal rewards: a division by their deviation shows.
     rewards, groups = torch.tensor([1.0, 0.0, 1.0, 1.0], dtype=torch.float64), torch.tensor([0, 0, 1, 1])
@@ -96,15 +98,17 @@ def load_estimator(name: str) -> Estimator:
     return Estimator(level, getattr(user.function, "whiten", False), fn, user.formula, tuple(needs))
 
 
-@cache
 def load_loss(name: str) -> PolicyLoss:
     """A row of `LOSSES`, or `FILE.py:function` like `LOSS`. Raises `ConfigError` with what is wrong and the fix.
 
     The function returns the loss of every token, of the shape [B, T] of `logprobs` and with a gradient to them. It may
     have the attribute `formula` (a text for the header). None of its tokens counts as clipped.
     """
-    if name in LOSSES:
-        return LOSSES[name]
+    return LOSSES[name] if name in LOSSES else _user_loss(name)
+
+
+@cache
+def _user_loss(name: str) -> PolicyLoss:
     user = _load("algo.loss", name, LOSSES)
     logprobs = torch.tensor([[-0.5, -1.0, 0.0, -2.0], [-0.1, -3.0, -1.5, 0.0]], requires_grad=True)
     old, advantages = logprobs.detach() - 0.05, torch.tensor([[1.0, 1.0, 0.0, 1.0], [-0.5, -0.5, -0.5, 0.0]])
