@@ -17,7 +17,7 @@ import psutil
 
 from molt.agents.env import Result
 from molt.agents.step_runner import CLOSE_S, Episode, EpisodeContext, outcome_of
-from molt.chat.session import Session
+from molt.chat.session import Session, aside
 from molt.chat.tree import Node
 from molt.errors import AgentError
 from molt.types import PolicyFailure, Scored, Turn
@@ -127,7 +127,7 @@ async def _end(process: asyncio.subprocess.Process, url: str) -> None:
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
-        strays = await asyncio.to_thread(_strays, url)
+        strays = await aside(_strays, url)
         for stray in strays:
             with contextlib.suppress(psutil.NoSuchProcess):
                 stray.send_signal(number)
@@ -215,6 +215,8 @@ class ChatAgentRunner:
             for task in (work, failed):
                 task.cancel()
             await asyncio.wait({work, failed}, timeout=CLOSE_S)
+            if work.done() and not work.cancelled():
+                work.exception()  # seen: what an agent raises after its engine has failed is of no consequence
         tree = episode.tree = session.tree
         episode.samples, leaves = tree.samples(), tree.leaves()
         episode.truncated |= bool(leaves) and session.finishes[leaves[-1].index] == "length"
