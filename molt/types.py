@@ -50,6 +50,19 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class Media:
+    """An image in a token stream: the tokens that stand for it, which nobody sampled, and the image itself."""
+
+    start: int
+    """Place of the first of its tokens in the stream."""
+    length: int
+    token_id: int
+    """What stands for all of them in a text that no image has been put into yet."""
+    data: bytes
+    """The image file, as the client sent it."""
+
+
+@dataclass(frozen=True)
 class Turn:
     """One model call: exactly what the engine returned."""
 
@@ -63,6 +76,8 @@ class Turn:
     """int32 `[T]`, weights that sampled each token."""
     finish_reason: str
     """`stop` or `length`."""
+    media: tuple[Media, ...] = ()
+    """What the prompt shows, in order."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +90,8 @@ class Sample:
     """int32 `[T]`, weights that sampled token t, or `NOT_GENERATED`."""
     logprobs: np.ndarray
     """float32 `[T]`, behaviour log-prob of token t, 0 where it was not generated."""
+    media: tuple[Media, ...] = ()
+    """What the context of its generated tokens shows, in order."""
 
     def __post_init__(self):
         n = len(self.token_ids)
@@ -134,6 +151,8 @@ class SampleInfo:
     tokens: int
     trained_tokens: int
     oldest_version: int
+    media: int = 0
+    """How many images its context shows."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from molt.agents.step_runner import CLOSE_S, Episode, EpisodeContext, outcome_of
 from molt.chat.session import Session, aside
 from molt.chat.tree import Node
 from molt.errors import AgentError
-from molt.types import PolicyFailure, Scored, Turn
+from molt.types import Media, PolicyFailure, Scored, Turn
 
 if TYPE_CHECKING:
     from molt.chat.server import ChatServer
@@ -177,9 +177,9 @@ class ChatAgentRunner:
             self._server = None  # the next episode tries again
             raise
 
-        async def call_model(prompt_ids: list[int], max_tokens: int) -> Turn:
-            turn = await context.call_model(prompt_ids, max_tokens)
-            turns.append(replace(turn, prompt_ids=turn.prompt_ids[:0]))  # the tree has them, once
+        async def call_model(prompt_ids: list[int], max_tokens: int, **shown: Sequence[Media]) -> Turn:
+            turn = await context.call_model(prompt_ids, max_tokens, **shown)
+            turns.append(replace(turn, prompt_ids=turn.prompt_ids[:0], media=()))  # the tree has them, once
             return turn
 
         limits = {"max_len": context.max_len, "max_new_tokens": context.max_new_tokens}

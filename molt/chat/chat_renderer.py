@@ -9,27 +9,34 @@ sampled ids; its calls are read as Hermes and Qwen write them.
 **Untrusted text.** What a message spells stays text: the spelling of a special token is replaced by a mark before
 rendering, and the mark is tokenised as the spelling, with `split_special_tokens`, so it cannot open or close a turn.
 
-Not here: images and other media (refused), settings of templates (the defaults are rendered).
+**Images.** Rendered as the one placeholder that the template has for each; `place` puts in what the model's processor
+makes of the image (`chat/images.py`). A model that takes none refuses them.
+
+Not here: other media, settings of templates (the defaults are rendered).
 """
 
 import copy
 import json
 import re
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import takewhile
 from typing import Any, Literal
 
+from molt.chat.images import File, ImageReader, load_image_reader
 from molt.chat.protocol import ChatError, Message, ToolCall
 from molt.chat.render import ANSWER, end_ids, load_tokenizer, render_text, require_template
 from molt.data.rows import UnusableRow
+from molt.types import Media
 
 Tools = list[dict[str, Any]] | None
 Retention = Literal["all", "tool_cycle", "template"]
 
+MARKUP = 32
+"""Characters up to which a text's ids are remembered: families tokenise the same scraps of markup in every turn."""
 REASON, THINK, THOUGHT = "moltreason7f3a", "<think>", "</think>"
 BLOCK = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 UNREADABLE = {"unclosed_block", "malformed_structure", "missing_name"}
@@ -57,6 +64,7 @@ class MarkedTokenizer:
         self._marks = {text: f"moltspecial7f3a{i}x" for i, text in enumerate(sorted(specials, key=len, reverse=True))}
         self._spelling = {mark: text for text, mark in self._marks.items()}
         self._special = re.compile("|".join(map(re.escape, self._marks)) or "(?!)")
+        self._markup = lru_cache(maxsize=1024)(self._encoded)
 
     def __getattr__(self, name: str):
         if name.startswith("__"):  # not callable: `renderers` then asks for no offsets and tokenises by `encode`
@@ -74,11 +82,14 @@ class MarkedTokenizer:
     def encode(self, text: str, **_) -> list[int]:
         ids = []
         for piece in re.split("(moltspecial7f3a[0-9]+x)", text):
-            if spelling := self._spelling.get(piece):
-                ids += self._splitting(spelling, add_special_tokens=False, split_special_tokens=True).input_ids
-            elif piece:
-                ids += self._tokenizer(piece, add_special_tokens=False).input_ids
+            if piece:
+                ids += self._markup(piece) if len(piece) <= MARKUP else self._encoded(piece)
         return ids
+
+    def _encoded(self, piece: str) -> list[int]:
+        if spelling := self._spelling.get(piece):
+            return self._splitting(spelling, add_special_tokens=False, split_special_tokens=True).input_ids
+        return self._tokenizer(piece, add_special_tokens=False).input_ids
 
     @cached_property
     def _splitting(self):
@@ -93,12 +104,24 @@ class ChatRenderer:
     `template` for as long as the template does. Where it is to go, `bridge` answers None.
     """
 
-    def __init__(self, tokenizer, eos_ids: Iterable[int] = (), *, thinking_retention: Retention = "all"):
-        """`eos_ids`: further end tokens, as from the model's generation config. Raises DataError without a template."""
+    def __init__(
+        self,
+        tokenizer,
+        eos_ids: Iterable[int] = (),
+        *,
+        thinking_retention: Retention = "all",
+        images: ImageReader | None = None,
+    ):
+        """`eos_ids`: further end tokens, as from the model's generation config; `images`: of a model that takes them.
+
+        Raises DataError without a template.
+        """
         self.tokenizer, self.thinking_retention = MarkedTokenizer(tokenizer), thinking_retention
+        self.images = images
         if (family := self._find_family()) is None:
             require_template(tokenizer)
         self._family = family
+        self._stand_in = lru_cache(maxsize=64)(self._stood_in)
         self.family: str | None = family and family.config.name
         """Its name in `renderers`; None: the template's own difference."""
         stops = family.get_stop_token_ids() if family else []
@@ -111,7 +134,7 @@ class ChatRenderer:
         with _refusing():
             messages, tools = self._clean(name_results(messages)), self.tokenizer.mark(tools)
             if self._family:
-                return self._family.render_ids(messages, tools=tools, add_generation_prompt=prompt)
+                return _family_ids(self._family, messages, tools, prompt)
             return self.tokenizer.encode(self._text(messages, tools, prompt))
 
     def bridge(
@@ -133,6 +156,15 @@ class ChatRenderer:
             if named != messages and longer != self._extended(ids, named, tools, sampled):
                 return None
         return longer if longer and longer[: len(ids)] == ids else None
+
+    def place(
+        self, ids: list[int], files: Sequence[File], *, start: int = 0, before: Sequence[Media] = ()
+    ) -> tuple[list[int], tuple[Media, ...]]:
+        """`ids`, rendered or bridged, with the images of their messages in them, and all the images there are.
+
+        `start`: where the ids of the messages begin; `before`: the images up to there. Raises ChatError.
+        """
+        return (ids, ()) if self.images is None else self.images.place(ids, start, files, before)
 
     def parse(self, sampled_ids: list[int], tools: Tools = None, prompt_ids: list[int] | None = None) -> Parsed:
         """What was sampled, as a message. Raises nothing, whatever the model says.
@@ -161,7 +193,8 @@ class ChatRenderer:
         for name in [named] if named else sorted(others):
             for settings in {}, {"enable_thinking": False}:
                 # Without thinking, families keep the empty block of the prompt in history, which templates drop.
-                probes = _PROBES[: 2 if settings else None] if template else ()
+                probes = _PROBES[: 2 if settings else None] if template else []
+                probes = [*probes, ([_SHOWN], None)] if template and self.images else probes
                 try:
                     family = create_renderer(self.tokenizer, type(config_from_name(name))(**settings, **kept))
                     if all(self._agrees(family, *probe) for probe in probes):
@@ -172,11 +205,12 @@ class ChatRenderer:
 
     def _agrees(self, family, messages: list[Message], tools: Tools) -> bool:
         text = self._text(messages, tools, True)
-        return family.render_ids(messages, tools=tools, add_generation_prompt=True) == self.tokenizer.encode(text)
+        return _family_ids(family, messages, tools, True) == self.tokenizer.encode(text)
 
     def _clean(self, messages: list[Message]) -> list[Message]:
-        """Contents as text, arguments of calls as objects, what spells special tokens marked."""
-        messages = [m | {"content": _content(m)} for m in _with_arguments(messages, _object)]
+        """Contents as text or parts, arguments of calls as objects, what spells special tokens marked."""
+        shows = self.images is not None
+        messages = [m | {"content": _content(m, shows)} for m in _with_arguments(messages, _object)]
         return [{key: self.tokenizer.mark(m[key]) if key != "role" else m[key] for key in m} for m in messages]
 
     def _text(self, messages: list[Message], tools: Tools, prompt: bool = False) -> str:
@@ -189,7 +223,8 @@ class ChatRenderer:
     def _extended(self, ids: list[int], messages: list[Message], tools: Tools, sampled: int) -> list[int] | None:
         if self._family:
             start = len(ids) - sampled
-            longer = self._family.bridge_to_next_turn(ids[:start], ids[start:], messages, tools=tools)
+            logical = _logical(self._family)
+            longer = self._family.bridge_to_next_turn(ids[:start], ids[start:], messages, tools=tools, **logical)
             return longer and longer.token_ids
         try:
             text = self._difference(messages, tools)
@@ -203,8 +238,8 @@ class ChatRenderer:
         """What follows a turn's own text: its closing, the messages, the generation prompt. None if what was there
         changes: something moves before the turn, it is closed in another way, or (`template`) reasoning is dropped."""
         turn = _turn([m for m in messages if m["role"] == "tool"])
-        before, alone = self._text([_USER], tools), self._text([_USER, turn], tools)
-        plain = self._text([_USER, _turn()], tools) if "tool_calls" in turn else alone
+        before, plain = self._stand_in(json.dumps(tools))
+        alone = self._text([_USER, turn], tools) if "tool_calls" in turn else plain
         whole = self._text([_USER, turn, *messages], tools, True)
         count, closing = alone.count(ANSWER), plain.rpartition(ANSWER)[2]
         end = alone.rpartition(ANSWER)[2]  # after calls: what ends them, and the closing
@@ -213,6 +248,11 @@ class ChatRenderer:
             return None
         dropped = self.thinking_retention == "template" and REASON not in whole
         return closing + parts[-1][len(end) :] if end.endswith(closing) and not dropped else None
+
+    def _stood_in(self, tools: str) -> tuple[str, str]:
+        """The stand-in conversation without and with a plain turn, under the tools that `tools` is the JSON of."""
+        offered = json.loads(tools)
+        return self._text([_USER], offered), self._text([_USER, _turn()], offered)
 
     def _spoken(self, ids: list[int]) -> str:
         """The text up to the end token, without special tokens other than those of reasoning and calls."""
@@ -234,7 +274,18 @@ class ChatRenderer:
 
 def load_chat_renderer(model_name_or_path: str, chat_template: str | None, **settings) -> ChatRenderer:
     """The chat renderer of a model, with the end tokens of its generation config; `settings`: of ChatRenderer."""
-    return ChatRenderer(load_tokenizer(model_name_or_path, chat_template), end_ids(model_name_or_path), **settings)
+    tokenizer, ends = load_tokenizer(model_name_or_path, chat_template), end_ids(model_name_or_path)
+    return ChatRenderer(tokenizer, ends, images=load_image_reader(model_name_or_path), **settings)
+
+
+def _family_ids(family, messages: list[Message], tools: Tools, prompt: bool) -> list[int]:
+    rendered = family.render(messages, tools=tools, add_generation_prompt=prompt, **_logical(family))
+    return rendered.token_ids
+
+
+def _logical(family) -> dict[str, bool]:
+    """What makes a family write one placeholder for an image instead of reading it."""
+    return {"process_multimodal": False} if getattr(family, "supports_process_multimodal", False) else {}
 
 
 def name_results(messages: list[Message]) -> list[Message]:
@@ -297,13 +348,17 @@ def _refusing() -> Iterator[None]:
         raise ChatError(400, "invalid_request", message) from error
 
 
-def _content(message: Message) -> str:
+def _content(message: Message, shows: bool) -> str | list[dict[str, str]]:
+    """Text as a string; with images among it, if the model is shown any, parts as templates have them."""
     content = message.get("content") or ""
     if isinstance(content, str):
         return content
-    if media := [part["type"] for part in content if part["type"] != "text"]:
-        why = f"a {message['role']} message has a part of type {media[0]}, but only text is rendered. Send text parts."
-        raise ChatError(400, "invalid_request", why)
+    media = {part["type"] for part in content} - {"text"}
+    if unknown := sorted(media - ({"image_url"} if shows else set())):
+        why = f"a {message['role']} message has a part of type {unknown[0]}, but only text is rendered for this model."
+        raise ChatError(400, "invalid_request", f"{why} Send text parts.")
+    if media:
+        return [part if part["type"] == "text" else {"type": "image"} for part in content]
     return "".join(part["text"] for part in content)
 
 
@@ -352,6 +407,7 @@ def _turn(results: Iterable[Message] = ()) -> Message:
 
 
 _USER: Message = {"role": "user", "content": "hi"}
+_SHOWN: Message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "hi"}]}
 _A_B = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}, "required": ["a"]}
 _TOOLS: Tools = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": _A_B}}]
 _IDS = "functions.add:0", "functions.add:1"

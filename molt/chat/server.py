@@ -27,12 +27,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from molt.chat.collector import Collector
 from molt.chat.protocol import ChatError, ChatReply, ChatRequest
 from molt.chat.session import IDEMPOTENCY, RETRY, Session, aside
 from molt.chat.wires import WIRES
 from molt.chat.wires.shared import Json, refuse
 
 HINTS = (RETRY, IDEMPOTENCY, "x-claude-code-agent-id", "x-session-id", "x-parent-session-id")
+LIGHT_BYTES = 1 << 15
+"""Of a body that is parsed in well under a millisecond."""
 MODEL = {
     "id": "policy", "object": "model", "type": "model", "created": 0, "owned_by": "molt", "display_name": "policy",
     "created_at": "1970-01-01T00:00:00Z", "lifecycle": "active",
@@ -46,6 +49,7 @@ class ChatServer:
         """max_body: bytes; body_s: how long a client may take to send one; ping_s: between comments of a stream."""
         self.max_body, self.body_s, self.ping_s = max_body, body_s, ping_s
         self._sessions: dict[str, Session] = {}
+        self._collector = Collector()
         self.app = Starlette(routes=[Route("/{path:path}", self._route, methods=["GET", "POST"])])
 
     async def __aenter__(self) -> "ChatServer":
@@ -61,9 +65,11 @@ class ChatServer:
             if self._serving.done():
                 await self._serving  # raises what went wrong
             await asyncio.sleep(0.005)
+        self._collector.__enter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self._collector.__exit__()
         self._server.should_exit = self._server.force_exit = True
         await self._serving
 
@@ -75,8 +81,8 @@ class ChatServer:
 
     def close(self, url: str) -> None:
         """The session is over: what it still samples is stopped, its URL unknown."""
-        for work in [*self._sessions.pop("/".join(url.rsplit("/", 2)[1:])).running]:
-            work.cancel()
+        self._sessions.pop("/".join(url.rsplit("/", 2)[1:])).close()
+        self._collector.ended(len(self._sessions))
 
     async def _route(self, request: Request) -> Response:
         at, path = re.fullmatch(r"((?:[^/]*/)?[^/]*)(?:/v1)*(.*?)/*", request.path_params["path"]).groups()
@@ -94,40 +100,38 @@ class ChatServer:
 
     async def _post(self, request: Request, wire: ModuleType, session: Session, counting: bool) -> Response:
         raw, heads = await self._read(request), request.headers
-        body, asked = await aside(_parse, wire, raw)
         hints = {name: heads[name] for name in HINTS if name in heads}
-        asked = replace(asked, hints=hints, train=session.record and heads.get("x-molt-train") != "0")
+        train = session.record and heads.get("x-molt-train") != "0"
+        body, asked, key = await aside(_parse, wire, raw, hints, train, light=len(raw) <= LIGHT_BYTES)
         session.counters["ignored_tools"] += len(body.get("tools") or []) - len(asked.tools or [])
         if counting:
             return _json({"input_tokens": await session.count(asked)})
-        key = heads.get(IDEMPOTENCY) or hashlib.blake2b(request.url.path.encode() + raw).hexdigest()
-        work, gone = (asyncio.create_task(c) for c in (session.answer(asked, key), _disconnected(request)))
-        session.running.add(work)
-        work.add_done_callback(session.running.discard)
+        work, gone = session.ask(asked, key), asyncio.create_task(_disconnected(request))
+        task = work.task
         # A stream that is refused within the first seconds is refused with a status, like any other answer.
         patience = self.ping_s if body.get("stream") else None
-        await asyncio.wait({work, gone}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, gone}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
         gone.cancel()
-        if work.cancelled() or await request.is_disconnected():
-            _abandon(session, work, key)
+        if task.cancelled() or await request.is_disconnected():
+            session.leave(work)
             return Response(status_code=499)
-        if body.get("stream") and not (work.done() and work.exception()):
-            return self._stream(request, wire, body, work, lambda: _abandon(session, work, key))
-        return _json(wire.reply(work.result(), body))
+        if body.get("stream") and not (task.done() and task.exception()):
+            return self._stream(request, wire, body, task, lambda: session.leave(work))
+        return _json(wire.reply(task.result(), body))
 
     def _stream(
-        self, request: Request, wire: ModuleType, body: Json, work: asyncio.Task, abandon: Callable
+        self, request: Request, wire: ModuleType, body: Json, task: asyncio.Task[ChatReply], leave: Callable[[], None]
     ) -> Response:
         delivered = False
 
         async def events() -> AsyncIterator[str]:
             nonlocal delivered
-            while not (await asyncio.wait({work}, timeout=self.ping_s))[0]:
+            while not (await asyncio.wait({task}, timeout=self.ping_s))[0]:
                 yield ": still sampling\n\n"
             try:
-                if work.cancelled():
+                if task.cancelled():
                     raise ChatError(503, "engine", "the session is over.")
-                sent = list(wire.events(wire.reply(work.result(), body), body))
+                sent = list(wire.events(wire.reply(task.result(), body), body))
             except ChatError as error:
                 sent = [("error", wire.error(error))]
             for name, data in sent:
@@ -137,7 +141,7 @@ class ChatServer:
 
         async def finish() -> None:  # runs also if the client left before the first event
             if not delivered:
-                abandon()
+                leave()
 
         headers = {"cache-control": "no-cache"}
         return StreamingResponse(events(), 200, headers, "text/event-stream", BackgroundTask(finish))
@@ -155,16 +159,13 @@ class ChatServer:
         return bytes(raw)
 
 
-def _abandon(session: Session, work: asyncio.Task[ChatReply], key: str) -> None:
-    """The client will not get the reply: stop sampling it, or keep it for the client's next try."""
-    if not work.cancel() and not work.cancelled() and work.exception() is None:
-        session.lost(key, work.result())
-
-
-def _parse(wire: ModuleType, raw: bytes) -> tuple[Json, ChatRequest]:
+def _parse(wire: ModuleType, raw: bytes, hints: dict[str, str], train: bool) -> tuple[Json, ChatRequest, str]:
+    """The body, what it asks for, and a key that is equal for what could be retries, streamed or not."""
     try:
         body = json.loads(raw)
-        return body, wire.request(body)
+        asked = replace(wire.request(body), train=train)
+        key = hashlib.blake2b(repr((asked, hints.get(IDEMPOTENCY))).encode()).hexdigest()
+        return body, replace(asked, hints=hints), key
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         refuse(f"the body is not of this protocol: {error!r}"[:500])
 

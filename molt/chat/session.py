@@ -6,8 +6,6 @@ a reply is in the tree whole or, if the client went away before, not at all.
 """
 
 import asyncio
-import base64
-import io
 import secrets
 from bisect import bisect_left
 from collections import Counter
@@ -17,14 +15,16 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 from molt.chat.chat_renderer import ChatRenderer, name_results
+from molt.chat.images import read_images
 from molt.chat.protocol import Answer, ChatError, ChatReply, ChatRequest, Message
 from molt.chat.tree import Match, Tree
 from molt.chat.wires.shared import call, message, refuse
-from molt.types import InfraFailure, Turn
+from molt.types import InfraFailure, Media, Turn
 
-CallModel = Callable[[list[int], int], Awaitable[Turn]]
-CallFreely = Callable[[list[int], int, dict[str, Any]], Awaitable[Turn]]
-"""As `CallModel`, with the client's own sampling: for calls that are not trained."""
+CallModel = Callable[..., Awaitable[Turn]]
+"""`(prompt_ids, max_tokens) -> Turn`; and `media=`, where the prompt shows images."""
+CallFreely = Callable[..., Awaitable[Turn]]
+"""As `CallModel`, with the client's own sampling third: for calls that are not trained."""
 
 RETRY, IDEMPOTENCY = "x-stainless-retry-count", "idempotency-key"
 HONOURED = {
@@ -33,13 +33,28 @@ HONOURED = {
     "top_k": lambda value: value == -1 or value >= 1,
 }
 """What a call that is not trained may choose, and what it may choose it to be."""
+LIGHT_TOKENS = 512
+"""Sampled tokens that are read in well under a millisecond."""
 _THREADS = ThreadPoolExecutor(max_workers=2, thread_name_prefix="molt-chat")
 """Of the server alone: agents with synchronous clients fill the event loop's own, and would wait for themselves."""
 
 
-async def aside(function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)` off the event loop."""
+async def aside(function: Callable[..., Any], *args: Any, light: bool = False) -> Any:
+    """`function(*args)` off the event loop; on it if it is `light`: no more than the way to a thread and back."""
+    if light:
+        return function(*args)
     return await asyncio.get_running_loop().run_in_executor(_THREADS, function, *args)
+
+
+@dataclass(eq=False)
+class Work:
+    """One sampling of a reply, and the connections that want it."""
+
+    task: asyncio.Task[ChatReply]
+    key: str
+    wanted: int = 0
+    attempt: str = "0"
+    """The retry count of who asked for it last."""
 
 
 @dataclass(eq=False)
@@ -64,18 +79,50 @@ class Session:
     failed: asyncio.Event = field(default_factory=asyncio.Event)
     finishes: dict[int, str] = field(default_factory=dict)
     """How each recorded call ended, by the index of its node."""
-    running: set[asyncio.Task[ChatReply]] = field(default_factory=set)
-    _last: dict[str, ChatReply] = field(default_factory=dict)
-    _lost: dict[str, list[ChatReply]] = field(default_factory=dict)
+    _works: dict[str, list[Work]] = field(default_factory=dict)
+    """By key. What is under way; what was lost, which nobody wants any more; the last that was delivered."""
 
-    async def answer(self, request: ChatRequest, key: str | None = None) -> ChatReply:
-        """The reply, sampled or replayed. `key`: equal for requests that could be one another's retries.
+    def ask(self, request: ChatRequest, key: str) -> Work:
+        """New work on a reply, or older work that `request` retries. `key`: equal for what could be retries.
+
+        A reply that was lost is retried by whatever is equal to it; a call that may have gone well (it is under way,
+        or delivered) only by a client that says that it repeats itself: without a word, an equal call is a new sample.
+        """
+        works, attempt = self._works.setdefault(key, []), request.hints.get(RETRY, "0")
+        # Parallel calls that are equal have the same count when each is tried again: none retries another.
+        again = works and (IDEMPOTENCY in request.hints or attempt not in ("0", works[-1].attempt))
+        work = next((work for work in works if not work.wanted), works[-1] if again else None)
+        self.counters["replayed"] += work is not None
+        if work is None:
+            works[:] = [work for work in works if not work.task.done()]
+            works.append(work := Work(asyncio.create_task(self.answer(request)), key))
+            work.task.add_done_callback(lambda task: None if _went_well(task) else self._forget(work))
+        work.wanted, work.attempt = work.wanted + 1, attempt
+        return work
+
+    def leave(self, work: Work) -> None:
+        """A client went away before the reply reached it. If nobody else wants it: stop it, or keep it for a retry."""
+        work.wanted -= 1
+        if not work.wanted and work.task.cancel():
+            self._forget(work)
+
+    def close(self) -> None:
+        """Stop what is under way."""
+        for works in self._works.values():
+            for work in works:
+                work.task.cancel()
+
+    def _forget(self, work: Work) -> None:
+        self._works[work.key] = [other for other in self._works[work.key] if other is not work]
+
+    async def answer(self, request: ChatRequest) -> ChatReply:
+        """Sample a reply, whatever was asked before.
 
         Raises ChatError. Whatever goes wrong other than by the client's doing is the session's `failure`.
         """
         try:
             if self.failure is None:
-                return self._replayed(request, key) or await self._sample(request, key)
+                return await self._sample(request)
         except ChatError:
             raise
         except Exception as error:  # fault boundary: one engine request
@@ -86,46 +133,30 @@ class Session:
 
     async def count(self, request: ChatRequest) -> int:
         """The prompt tokens that `answer` would report."""
-        return len(await aside(self._render, request, self._match(request)))
+        return len((await aside(self._render, request, self._match(request)))[0])
 
-    def lost(self, key: str, reply: ChatReply) -> None:
-        """The client went away before `reply` reached it: its next equal request gets this one."""
-        self._lost.setdefault(key, []).append(reply)
-
-    def _replayed(self, request: ChatRequest, key: str | None) -> ChatReply | None:
-        """A lost reply, or one that the client's SDK says it is asking for again."""
-        lost = self._lost.get(key)
-        again = request.hints.get(RETRY, "0") != "0" or IDEMPOTENCY in request.hints
-        retried = self._last.get(key) if again else None
-        found = lost.pop(0) if lost else retried
-        self.counters["replayed"] += found is not None
-        return found
-
-    async def _sample(self, request: ChatRequest, key: str | None) -> ChatReply:
-        self._last.pop(key, None)  # what follows is a new sample, not that one
+    async def _sample(self, request: ChatRequest) -> ChatReply:
         self._admit(request)
         match = self._match(request)
-        ids = await aside(self._render, request, match)
+        ids, media = await aside(self._render, request, match)
         if len(ids) >= self.max_len:
             said = f"prompt is too long: {len(ids)} tokens > {self.max_len} maximum"
             refuse(said, code="context_length_exceeded")
         limit = min(filter(None, [self.max_len - len(ids), self.max_new_tokens, request.max_tokens]))
-        calls = [asyncio.ensure_future(self._call(ids, limit, request)) for _ in range(request.n)]
+        calls = [asyncio.ensure_future(self._call(ids, limit, request, media)) for _ in range(request.n)]
         try:
             turns = await asyncio.gather(*calls)
         finally:  # where one fails, the others end with it
             for call in calls:
                 call.cancel()
-        read = await aside(lambda: [self._read(turn, request) for turn in turns])
+        light = sum(len(turn.token_ids) for turn in turns) <= LIGHT_TOKENS
+        read = await aside(lambda: [self._read(turn, request) for turn in turns], light=light)
         for turn, answer, malformed in read:
             self.counters["malformed_calls"] += malformed
             if match is not None:
                 node = self.tree.add(match, ids, turn, _echo(answer), train=request.train)
                 self.finishes[node.index] = answer.finish_reason
-        reply = ChatReply(secrets.token_hex(12), tuple(answer for _, answer, _ in read), len(ids))
-        if key is not None:
-            self._last[key] = reply
-        return reply
+        return ChatReply(secrets.token_hex(12), tuple(answer for _, answer, _ in read), len(ids))
 
     def _admit(self, request: ChatRequest) -> None:
         self.counters["requests"] += request.n
@@ -147,25 +178,29 @@ class Session:
     def _match(self, request: ChatRequest) -> Match | None:
         return self.tree.match(request.messages, request.tools) if self.record else None
 
-    def _render(self, request: ChatRequest, match: Match | None) -> list[int]:
-        """The ids of the matched path and what the rest adds; the whole rendering if they cannot be continued."""
+    def _render(self, request: ChatRequest, match: Match | None) -> tuple[list[int], tuple[Media, ...]]:
+        """The ids of the matched path and what the rest adds; the whole rendering if they cannot be continued.
+
+        With them the images that they show.
+        """
         new = request.messages if match is None else match.rest
-        for part in (part for said in new if isinstance(said["content"], list) for part in said["content"]):
-            if part["type"] == "image_url":
-                _check_image(part["image_url"]["url"], self.allow_image_urls)
+        files = read_images(new, allow_fetching=self.allow_image_urls)
         if match is not None and match.node is not self.tree.root:
             named = name_results(request.messages)[len(request.messages) - len(new) :]
             past, sampled = self.tree.ids(match.node).tolist(), len(match.node.token_ids)
             if (longer := self.renderer.bridge(past, named, request.tools, sampled=sampled)) is not None:
-                return longer
-        return self.renderer.render(request.messages, request.tools)
+                before = self.tree.media(match.node)
+                return self.renderer.place(longer, files, start=len(past), before=before)
+            files = read_images(request.messages, allow_fetching=self.allow_image_urls)
+        return self.renderer.place(self.renderer.render(request.messages, request.tools), files)
 
-    async def _call(self, ids: list[int], limit: int, request: ChatRequest) -> Turn:
+    async def _call(self, ids: list[int], limit: int, request: ChatRequest, media: tuple[Media, ...]) -> Turn:
+        shown = {"media": media} if media else {}
         if request.train or self.call_freely is None:
-            return await self.call_model(ids, limit)
+            return await self.call_model(ids, limit, **shown)
         seed = {} if request.seed is None else {"seed": request.seed}
         chosen = {name: value for name, value in request.sampling.items() if name in HONOURED}
-        return await self.call_freely(ids, limit, chosen | seed)
+        return await self.call_freely(ids, limit, chosen | seed, **shown)
 
     def _read(self, turn: Turn, request: ChatRequest) -> tuple[Turn, Answer, int]:
         """The turn as it is recorded, what the client gets, and how many calls in it could not be read."""
@@ -192,20 +227,11 @@ class Session:
         return replace(turn, **kept, finish_reason="stop"), found(end)[0][1]
 
 
+def _went_well(task: asyncio.Task[ChatReply]) -> bool:
+    return not task.cancelled() and task.exception() is None
+
+
 def _echo(answer: Answer) -> Message:
     """The reply as the client is expected to send it back."""
     calls = [call(made.id, made.name, made.arguments) for made in answer.tool_calls]
     return message("assistant", answer.content, reasoning_content=answer.reasoning, tool_calls=calls)
-
-
-def _check_image(url: str, allow_urls: bool) -> None:
-    from PIL import Image
-
-    if not url.startswith("data:"):
-        if not allow_urls:
-            refuse(f"the image {url[:80]!r} would have to be fetched: not allowed here. Send it as a `data:` URL.")
-        return
-    try:
-        Image.open(io.BytesIO(base64.b64decode(url.partition("base64,")[2], validate=True))).verify()
-    except (ValueError, OSError, SyntaxError, NotImplementedError, Image.DecompressionBombError) as error:
-        refuse(f"the image {url[:40]!r} cannot be read ({error}). Send a PNG or a JPEG as a base64 `data:` URL.")

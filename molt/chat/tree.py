@@ -16,14 +16,14 @@ ids of the prompt rewrite history). Only `side` changes what is trained; the res
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby, takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from molt.chat.protocol import Message
-from molt.types import NOT_GENERATED, Sample, Turn
+from molt.types import NOT_GENERATED, Media, Sample, Turn
 
 SHORTER = 2
 """Messages by which a compaction shortens history; by one it is a dropped reply, an edit."""
@@ -117,10 +117,13 @@ class Node:
     versions: np.ndarray
     train: bool
     """False: sampled from another distribution or opted out; its ids stay context for what follows."""
-    children: list["Node"] = field(default_factory=list)
+    media: tuple[Media, ...] = ()
+    """Images in `context_ids`; their places are those in the whole path."""
 
     def __post_init__(self):
-        self.end: int = len(self.messages) + (self.parent.end if self.parent else 0)
+        self.begin: int = self.parent.end if self.parent else 0
+        self.end: int = self.begin + len(self.messages)
+        """Its messages are those from `begin` to `end` of the conversation."""
 
     @property
     def path(self) -> list["Node"]:
@@ -151,6 +154,8 @@ class Tree:
     def __init__(self, *, train_side: bool = False):
         self.root = Node(None, -1, "", [], [], [], *[NO_IDS] * 4, train=False)
         self.nodes: list[Node] = []
+        self.children: dict[Node, list[Node]] = {self.root: []}
+        """Not in the nodes, so that there are no cycles: a dropped tree is gone, without the garbage collector."""
         self.train_side = train_side
         self._excluded: list[Callable[[Node], bool]] = []
 
@@ -160,10 +165,10 @@ class Tree:
         Of replies that mean the same, the one whose call ids and spelling came back; then one that nothing
         followed yet (parallel agents that got the same answer); then the latest.
         """
-        offered, said = [_bare(tool) for tool in tools or []], [meaning(message) for message in messages]
+        offered, said = self._offered(tools), self._meanings(messages)
         found, left, reached = [(0, 0, False, -1)], [], [(self.root, 0)]
         for node, marks in reached:  # grows while it is walked
-            for child in node.children:
+            for child in self.children[node]:
                 if node is self.root and child.tools != offered:
                     continue
                 pairs = zip(said[node.end : node.end + len(child.said)], child.said, strict=False)
@@ -172,18 +177,32 @@ class Tree:
                     left.append((node.end + len(pairs), child.said[len(pairs) :]))
                     continue
                 kept = marks + sum(echo.marks == original.marks for echo, original in pairs)
-                found.append((child.end, kept, not child.children, child.index))
+                found.append((child.end, kept, not self.children[child], child.index))
                 reached.append((child, kept))
         index = max(found)[-1]
         node = self.nodes[index] if index >= 0 else self.root
         reason = self._reason(node, said, offered, left)
         return Match(node, messages[node.end :], reason, said[node.end :], offered)
 
+    def _offered(self, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+        """The tools, kept once however many calls offer the same."""
+        offered = [_bare(tool) for tool in tools or []]
+        return next((top.tools for top in self.children[self.root] if top.tools == offered), offered)
+
+    def _meanings(self, messages: list[Message]) -> list[Meaning]:
+        """Of each message. A request repeats the whole history: what came back letter by letter is not read again."""
+        node, said = self.root, []
+        while node is not None:
+            said += node.said
+            children = self.children[node][::-1]
+            node = next((child for child in children if child.messages == messages[child.begin : child.end]), None)
+        return said + [meaning(message) for message in messages[len(said) :]]
+
     def _reason(self, node: Node, said: list[Meaning], tools: list, left: list[tuple[int, list[Meaning]]]) -> str:
         """`left`: how far the request follows each path that it leaves, and what that path says instead."""
         if any(at == len(said) and len(others) == 1 for at, others in left):
             return "again"
-        if node is not self.root and not node.children:
+        if node is not self.root and not self.children[node]:
             return ""
         if node is self.root and self.nodes and self._aside(tools, said):
             return "side"
@@ -204,7 +223,7 @@ class Tree:
         Where the engine was not given the exact ids of the matched path, the node goes off at the deepest
         node of it whose ids are the beginning of the prompt, for the reason `template`.
         """
-        assert np.array_equal(turn.prompt_ids, prompt_ids), "the turn was sampled from another prompt than is recorded"
+        assert turn.prompt_ids.tolist() == prompt_ids, "the turn was sampled from another prompt than is recorded"
         parent, reason, given = match.node, match.reason, np.asarray(turn.prompt_ids, np.int32)
         while not np.array_equal(given[: len(ids := self.ids(parent))], ids):
             parent, reason = parent.parent, "template"
@@ -213,14 +232,20 @@ class Tree:
         said = [*(message for n in above for message in n.said), *match.said, meaning(reply)]
         # A copy, since a view would keep every whole prompt.
         arrays = given[len(ids) :].copy(), np.asarray(turn.token_ids, np.int32), turn.logprobs, turn.versions
-        node = Node(parent, len(self.nodes), reason, messages, said, match.tools, *arrays, train=train)
-        parent.children.append(node)
+        media = tuple(each for each in turn.media if each.start >= len(ids))
+        node = Node(parent, len(self.nodes), reason, messages, said, match.tools, *arrays, train=train, media=media)
+        self.children[parent].append(node)
+        self.children[node] = []
         self.nodes.append(node)
         return node
 
     def ids(self, node: Node) -> np.ndarray:
         """int32, every prompt and sampled id of the path, as the engine saw them."""
         return np.concatenate([NO_IDS, *(ids for n in node.path for ids in (n.context_ids, n.token_ids))])
+
+    def media(self, node: Node) -> tuple[Media, ...]:
+        """The images of the path, in order."""
+        return tuple(each for n in node.path for each in n.media)
 
     def messages(self, node: Node) -> list[Message]:
         """Those of the path, replies as they were first given: with reasoning that clients drop."""
@@ -231,7 +256,8 @@ class Tree:
         return self._aside(node.path[0].tools, node.path[0].said)
 
     def _aside(self, tools: list, said: list[Meaning]) -> bool:
-        main = next((top for top in self.root.children if top.tools), self.root.children[0])
+        tops = self.children[self.root]
+        main = next((top for top in tops if top.tools), tops[0])
         return not tools and _system(said) != _system(main.said)
 
     def exclude(self, branch: Node | Callable[[Node], bool]) -> None:
@@ -255,7 +281,7 @@ class Tree:
             end = start + len(node.token_ids)
             if node in owned:
                 versions[start:end], logprobs[start:end] = node.versions, node.logprobs
-        return Sample(token_ids, versions, logprobs)
+        return Sample(token_ids, versions, logprobs, self.media(leaf))
 
     def _segments(self) -> list[tuple[Node, set[Node]]]:
         """Trained nodes that no trained node follows, each with the nodes that it is the first to hold."""
@@ -276,12 +302,13 @@ class Tree:
     def show(self, decode: Callable[[list[int]], str]) -> str:
         """The tree as text: a head line per call, then what was given (-) and what was sampled (+)."""
         holder = {node: i for i, (_, owned) in enumerate(self._segments()) for node in owned}
-        lines, todo = [], [(top, 0) for top in self.root.children[::-1]]
+        lines, todo = [], [(top, 0) for top in self.children[self.root][::-1]]
         while todo:
             node, depth = todo.pop()
             after = f"after #{node.parent.index}" if node.parent is not self.root else "at the root"
             versions = ", ".join(map(str, np.unique(node.versions))) or "none"
             use = f"trained in sample {holder[node]}" if node in holder else "not trained"
+            use = f"{len(node.media)} image{'s' * (len(node.media) > 1)}, {use}" if node.media else use
             why = f" ({node.reason}{', side' * (self.side(node) and node.reason != 'side')})" * bool(node.reason)
             lines += [
                 f"{'  ' * depth}#{node.index} {after}{why}: versions {versions}, {use}",
@@ -289,7 +316,8 @@ class Tree:
                 f"{'  ' * depth}  + {len(node.token_ids):>6,} {_excerpt(decode(node.token_ids.tolist()))}",
             ]
             # A conversation that only goes on stays at the margin.
-            todo += [(child, depth + (len(node.children) > 1)) for child in node.children[::-1]]
+            children = self.children[node]
+            todo += [(child, depth + (len(children) > 1)) for child in children[::-1]]
         return "\n".join(lines)
 
 

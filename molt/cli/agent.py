@@ -15,7 +15,7 @@ from molt.chat.chat_renderer import load_chat_renderer
 from molt.chat.render import load_renderer
 from molt.chat.tree import Tree
 from molt.errors import ConfigError
-from molt.types import Prompt, Turn
+from molt.types import Media, Prompt, Turn
 
 
 def main(argv: list[str]) -> int:
@@ -49,12 +49,12 @@ async def _check(asked: argparse.Namespace) -> str:
     script = itertools.chain(answers, itertools.repeat(answers[-1]))
     ends = (chat or renderer).eos_ids[:1]
 
-    async def call_model(prompt_ids: list[int], max_tokens: int, *_: Any) -> Turn:
+    async def call_model(prompt_ids: list[int], max_tokens: int, *_: Any, media: tuple[Media, ...] = ()) -> Turn:
         ids = np.asarray([*renderer.tokenizer.encode(next(script), add_special_tokens=False), *ends], np.int32)
         reason = "stop" if len(ids) <= max_tokens else "length"
         ids = ids[:max_tokens]
         logprobs, versions = np.full(len(ids), -1.0, np.float32), np.zeros(len(ids), np.int32)
-        return Turn(np.asarray(prompt_ids, np.int32), ids, logprobs, versions, reason)
+        return Turn(np.asarray(prompt_ids, np.int32), ids, logprobs, versions, reason, media)
 
     context = EpisodeContext(
         prompt, call_model, renderer, 0, asked.max_len, max_turns=64, chat=chat, call_freely=call_model

@@ -6,16 +6,18 @@ these methods (the tests have a fake one). vLLM carries a version as a string; h
 
 import asyncio
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 import ray
 
+from molt.chat.images import open_image
 from molt.config import VllmConfig
 from molt.errors import EngineError
 from molt.publish.proof import Receipt
-from molt.types import Turn
+from molt.types import Media, Turn
 
 CPU_KV_CACHE_BYTES = 512 << 20
 
@@ -51,7 +53,9 @@ class Sampling:
 class Engine(Protocol):
     """What the rollout side and the publication need of an engine."""
 
-    async def generate(self, request_id: str, prompt_ids: list[int], sampling: Sampling) -> Turn: ...
+    async def generate(
+        self, request_id: str, prompt_ids: list[int], sampling: Sampling, media: Sequence[Media] = ()
+    ) -> Turn: ...
     async def score(self, sequences: list[list[int]]) -> list[np.ndarray]: ...
     async def init_weight_transfer_engine(self, info: dict[str, Any]) -> None: ...
     async def start_weight_update(self) -> None: ...
@@ -73,6 +77,8 @@ class VllmEngine:
 
         arguments = _engine_arguments(self.settings)
         config = arguments.create_engine_config()
+        # To put images into a prompt vLLM needs the tokenizer, for their tokens alone.
+        config.model_config.skip_tokenizer_init = not config.model_config.is_multimodal_model
         if self.settings.device == "cpu":
             _start_by_fork()
         self.llm = AsyncLLM.from_vllm_config(config)
@@ -80,10 +86,14 @@ class VllmEngine:
         await self.llm.collective_rpc("molt_record_weights")
         await self.llm.update_weight_version("0")
 
-    async def generate(self, request_id: str, prompt_ids: list[int], sampling: Sampling) -> Turn:
+    async def generate(
+        self, request_id: str, prompt_ids: list[int], sampling: Sampling, media: Sequence[Media] = ()
+    ) -> Turn:
         """Sample one turn. Cancelling the call aborts the request in the engine.
 
-        Raises `EngineError` when vLLM aborts the request or is dead.
+        media: the images of the prompt in order, their tokens already in `prompt_ids`.
+
+        Raises `EngineError` when vLLM aborts the request or is dead, or puts other tokens in the place of an image.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -102,18 +112,26 @@ class VllmEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         try:
-            final = await self._final(prompt_ids, params, request_id)
+            shown = await asyncio.to_thread(_shown, prompt_ids, media) if media else {"prompt_token_ids": prompt_ids}
+            final = await self._final(shown, params, request_id)
         except (EngineDeadError, EngineGenerateError) as error:
             raise EngineError(f"engine failed on request {request_id}: {error!r}") from error
         output = final.outputs[0]
         if output.finish_reason not in ("stop", "length"):
             raise EngineError(f"request {request_id} ended with finish_reason {output.finish_reason!r}")
+        if media and list(final.prompt_token_ids) != list(prompt_ids):
+            raise EngineError(
+                f"vLLM made {len(final.prompt_token_ids)} tokens of a prompt with {len(media)} images that has "
+                f"{len(prompt_ids)}: what is recorded would not be what was read. The runner's image processor and "
+                "vLLM's must be of one model directory and one version of transformers."
+            )
         return Turn(
             prompt_ids=np.asarray(prompt_ids, np.int32),
             token_ids=np.asarray(output.token_ids, np.int32),
             logprobs=np.asarray(output.logprobs.logprobs, np.float32),
             versions=_versions(output.weight_versions, len(output.token_ids)),
             finish_reason=output.finish_reason,
+            media=tuple(media),
         )
 
     async def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
@@ -129,17 +147,17 @@ class VllmEngine:
             max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
         self._scored += 1
-        final = await self._final(ids, params, f"score-{self._scored}")
+        final = await self._final({"prompt_token_ids": ids}, params, f"score-{self._scored}")
         values = [0.0] + [
             position[token].logprob for position, token in zip(final.prompt_logprobs[1:], ids[1:], strict=True)
         ]
         return np.asarray(values, np.float32)
 
-    async def _final(self, ids: list[int], params: Any, request_id: str) -> Any:
+    async def _final(self, prompt: dict[str, Any], params: Any, request_id: str) -> Any:
         """vLLM's one output of a request with `FINAL_ONLY`."""
         from vllm import TokensPrompt
 
-        async for output in self.llm.generate(TokensPrompt(prompt_token_ids=ids), params, request_id):
+        async for output in self.llm.generate(TokensPrompt(**prompt), params, request_id):
             final = output
         return final
 
@@ -173,6 +191,16 @@ class VllmEngine:
 @ray.remote(max_concurrency=16384)
 class RolloutEngineWorker(VllmEngine):
     """A `VllmEngine` in a process of its own."""
+
+
+def _shown(ids: list[int], media: Sequence[Media]) -> dict[str, Any]:
+    """A prompt as vLLM takes it: one token for each image, in the place of those that it will put there itself."""
+    short, end = [], 0
+    for each in media:
+        short += [*ids[end : each.start], each.token_id]
+        end = each.start + each.length
+    images = [open_image(each.data) for each in media]
+    return {"prompt_token_ids": [*short, *ids[end:]], "multi_modal_data": {"image": images}}
 
 
 def _versions(spans, length: int) -> np.ndarray:

@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from molt.errors import EngineError
 from molt.publish.proof import Receipt
 from molt.rollout.engine_worker import Sampling
-from molt.types import InfraFailure, Turn
+from molt.types import InfraFailure, Media, Turn
 
 MAX_ATTEMPTS = 3
 
@@ -31,14 +31,19 @@ class EnginePool:
         self._affinity: dict[str, int] = {}
         self._requests = itertools.count()
 
-    async def generate(self, rollout: str, prompt_ids: list[int], sampling: Sampling, timeout_s: float) -> Turn:
-        """One turn. Raises `InfraFailure` when no engine answers within the attempts and the deadline."""
+    async def generate(
+        self, rollout: str, prompt_ids: list[int], sampling: Sampling, timeout_s: float, **shown: Sequence[Media]
+    ) -> Turn:
+        """One turn. `shown`: `media`, if there is any.
+
+        Raises `InfraFailure` when no engine answers within the attempts and the deadline.
+        """
         failed: dict[int, str] = {}
         async with asyncio.timeout(timeout_s):
             for _ in range(MAX_ATTEMPTS):
                 index = self._affinity.setdefault(rollout, self._least_loaded(failed))
                 try:
-                    return await self._call(index, prompt_ids, sampling)
+                    return await self._call(index, prompt_ids, sampling, shown)
                 except (EngineError, RayActorError, RayTaskError) as error:
                     failed[index] = f"engine {index}: {error!r}"
                     self._affinity.pop(rollout, None)
@@ -48,9 +53,9 @@ class EnginePool:
         """The rollout is over."""
         self._affinity.pop(rollout, None)
 
-    async def _call(self, index: int, prompt_ids: list[int], sampling: Sampling) -> Turn:
+    async def _call(self, index: int, prompt_ids: list[int], sampling: Sampling, shown: dict[str, Any]) -> Turn:
         request_id = f"{self.name}-{next(self._requests)}"
-        call = self.engines[index].generate.remote(request_id, prompt_ids, sampling)
+        call = self.engines[index].generate.remote(request_id, prompt_ids, sampling, **shown)
         self.in_flight[index] += 1
         try:
             return await call

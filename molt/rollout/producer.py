@@ -20,7 +20,7 @@ from ray.exceptions import RayActorError
 from molt.config import RolloutConfig
 from molt.data.prompts import PromptStream
 from molt.data.rows import UnusableRow
-from molt.errors import FailureRateError, MoltError, StalledError
+from molt.errors import AgentError, FailureRateError, MoltError, StalledError
 from molt.rollout.admission import may_start, select_batch
 from molt.rollout.runner_worker import GroupResult, GroupTask, group_task
 from molt.types import Group, InfraFailure, Metric, Prompt, Sample
@@ -284,6 +284,12 @@ class Producer:
         if result.unusable:
             self._discard(group, "prompt_too_long", result.unusable)
             return
+        if any(sample.media for rollout in result.rollouts for sample in rollout.samples):
+            raise AgentError(
+                f"group {group.prompt.group_id} would train on calls that show images: training on images is not "
+                "built yet, and without them every log-prob would be another. Show the agent text, keep such calls out "
+                "of training (header `x-molt-train: 0`, `ctx.exclude`), or measure with `molt eval`."
+            )
         lost = None
         for rollout in result.rollouts:
             failed = isinstance(rollout.outcome, InfraFailure)

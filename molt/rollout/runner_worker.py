@@ -26,7 +26,7 @@ from molt.data.rows import UnusableRow
 from molt.rollout.engine_worker import Sampling
 from molt.rollout.pool import EnginePool
 from molt.rollout.samples import describe, to_sample
-from molt.types import InfraFailure, Prompt, RolloutInfo, Sample, Turn
+from molt.types import InfraFailure, Media, Prompt, RolloutInfo, Sample, Turn
 
 
 @dataclass(frozen=True)
@@ -137,24 +137,28 @@ class AgentHost:
         identity = (self.settings.seed, prompt.epoch, prompt.position, index)
         calls: Counter[tuple[int, ...]] = Counter()
 
-        async def sample(prompt_ids: list[int], max_tokens: int, kind: tuple[int, ...], **asked: Any) -> Turn:
+        async def sample(
+            prompt_ids: list[int], max_tokens: int, kind: tuple[int, ...], shown: dict[str, Any], **asked: Any
+        ) -> Turn:
             seed = seed_of(*identity, calls[kind], *kind)
             calls[kind] += 1
             policy = Sampling(task.temperature, task.top_p, task.top_k, max_tokens, seed, self.stop_token_ids)
             return await self.pool.generate(
-                rollout, prompt_ids, replace(policy, **asked), self.settings.rollout.timeout_s
+                rollout, prompt_ids, replace(policy, **asked), self.settings.rollout.timeout_s, **shown
             )
 
-        def place(prompt_ids: list[int]) -> int:
+        def place(prompt_ids: list[int], media: Sequence[Media] = ()) -> int:
             # An agent with a loop of its own calls at any time: its calls are numbered by prompt, so that the seed of
             # one does not depend on which of two came first.
-            return zlib.crc32(np.asarray(prompt_ids, np.int32).tobytes())
+            return zlib.crc32(np.asarray(prompt_ids, np.int32).tobytes() + b"".join(each.data for each in media))
 
-        async def call_model(prompt_ids: list[int], max_tokens: int) -> Turn:
-            return await sample(prompt_ids, max_tokens, (0, place(prompt_ids)) if self.chats else ())
+        async def call_model(prompt_ids: list[int], max_tokens: int, **shown: Sequence[Media]) -> Turn:
+            return await sample(prompt_ids, max_tokens, (0, place(prompt_ids, **shown)) if self.chats else (), shown)
 
-        async def call_freely(prompt_ids: list[int], max_tokens: int, asked: dict[str, Any]) -> Turn:
-            return await sample(prompt_ids, max_tokens, (1, place(prompt_ids)), **asked)
+        async def call_freely(
+            prompt_ids: list[int], max_tokens: int, asked: dict[str, Any], **shown: Sequence[Media]
+        ) -> Turn:
+            return await sample(prompt_ids, max_tokens, (1, place(prompt_ids, **shown)), shown, **asked)
 
         context = EpisodeContext(
             prompt=prompt,

@@ -31,7 +31,7 @@ def to_sample(turns: Sequence[Turn]) -> Sample:
         assert np.array_equal(token_ids[:end], expected), f"the stream of {end} tokens was rewritten after sampling"
         versions[start:end] = turn.versions
         logprobs[start:end] = turn.logprobs
-    return Sample(token_ids, versions, logprobs)
+    return Sample(token_ids, versions, logprobs, last.media)
 
 
 def describe(sample: Sample) -> SampleInfo:
@@ -41,4 +41,5 @@ def describe(sample: Sample) -> SampleInfo:
         tokens=len(sample.token_ids),
         trained_tokens=int(mask.sum()),
         oldest_version=int(sample.versions[mask].min()) if mask.any() else NOT_GENERATED,
+        media=len(sample.media),
     )

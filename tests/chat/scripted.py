@@ -51,6 +51,8 @@ class ScriptedModel:
 
     def __init__(self, *script: str | Exception):
         self.script, self.prompts, self.cancelled = list(script), [], 0
+        self.turns: list[Turn] = []
+        """What it sampled, and from what ids."""
         self.gate = asyncio.Event()
         self.gate.set()
         self.called = asyncio.Event()
@@ -66,7 +68,8 @@ class ScriptedModel:
         said = self.script.pop(0)
         if isinstance(said, Exception):
             raise said
-        return turn_of(said, prompt_ids, max_tokens)
+        self.turns.append(turn_of(said, prompt_ids, max_tokens))
+        return self.turns[-1]
 
 
 @dataclass

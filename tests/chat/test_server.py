@@ -128,9 +128,55 @@ def part_of(image: bytes) -> dict:
     return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(image).decode()}"}}
 
 
+CUT = "data:image/png;base64,iVBORw0KGgo="
+BAD_IMAGES = {
+    "/chat/completions": {"type": "image_url", "image_url": {"url": CUT}},
+    "/responses": {"type": "input_image", "image_url": CUT},
+    "/messages": {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": CUT[22:]}},
+}
+BAD_TOOLS = {
+    "/chat/completions": {"type": "function", "function": {"name": "f", "parameters": [1]}},
+    "/responses": {"type": "function", "name": "f", "parameters": [1]},
+    "/messages": {"name": "f", "input_schema": [1]},
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_bad_request_is_refused_in_the_shape_of_the_protocol_and_all_sessions_live_on(path):
+    def turn(role, content):
+        return json.dumps({key: [{"role": role, "content": content}] for key in ("messages", "input")}).encode()
+
+    bad = {
+        b'{"messages": [': "protocol",
+        turn("wizard", "x"): "'wizard'",
+        turn("user", [BAD_IMAGES[path]]): "cannot be read",
+        json.dumps(BODIES[path] | {"tools": [BAD_TOOLS[path]]}).encode(): "JSON schema",
+    }
+
+    @scenario("yes")
+    async def run(world):
+        sibling = Session(renderer(), ScriptedModel("sibling"), max_len=1000)
+        for content, says in bad.items():
+            refused = await post(world, path, content=content)
+            assert refused.status_code == 400 and refused.headers["x-should-retry"] == "false"
+            assert (refused.json().get("type") == "error") == (path != "/chat/completions")
+            error = refused.json()["error"]
+            assert error["type"] == "invalid_request_error" and says in error["message"]
+            assert (error.get("code") == "invalid_request") == (path != "/messages")
+        assert world.session.failure is None and world.model.prompts == []
+        assert "yes" in (await post(world, path, BODIES[path])).text
+        world.url = world.server.open(sibling)
+        assert "sibling" in (await post(world, path, BODIES[path])).text
+
+    run()
+
+
 @scenario("yes", server={"body_s": 2})
 async def test_clients_that_hang_hold_nobody_up(world):
     at = urlsplit(world.url)
+    mute = [await asyncio.open_connection(at.hostname, at.port) for _ in range(3)]
+    for (_, writer), begun in zip(mute, (b"", b"POST", b"POST / HTTP/1.1\r\nHo"), strict=True):
+        writer.write(begun)
     head = f"POST {at.path}/v1/messages HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".encode()
     hanging = [await asyncio.open_connection(at.hostname, at.port) for _ in range(5)]
     for _, writer in hanging:
@@ -141,6 +187,11 @@ async def test_clients_that_hang_hold_nobody_up(world):
         assert b"408" in await reader.readline()
         writer.close()
     assert world.session.failure is None
+    async with asyncio.timeout(5):  # nor the end of the server
+        await world.server.__aexit__()
+    for reader, writer in mute:
+        assert await reader.read() == b""
+        writer.close()
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -210,7 +261,7 @@ def test_a_failure_after_the_first_ping_is_an_event(path):
 
 
 @scenario("x" * 100_000, "two", max_len=200_000)
-async def test_a_stream_that_its_client_left_half_read_is_replayed(world):
+async def test_a_stream_that_its_client_left_half_read_is_replayed_streamed_or_not(world):
     (listener,) = world.server._server.servers[0].sockets
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # the reply, six times its text, must not fit
     at, body = urlsplit(world.url), json.dumps({**BODIES["/responses"], "stream": True}).encode()
@@ -220,10 +271,27 @@ async def test_a_stream_that_its_client_left_half_read_is_replayed(world):
     left.sendall(f"POST {at.path}/responses HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
     await until(lambda: world.session.tree.nodes)
     left.close()
-    await until(lambda: world.session._lost)
-    replayed = await post(world, "/responses", content=body)
+    ((work,),) = world.session._works.values()
+    await until(lambda: not work.wanted)
+    replayed = await post(world, "/responses", BODIES["/responses"])
     assert "x" * 100_000 in replayed.text and len(world.session.tree.nodes) == 1
     assert "two" in (await post(world, "/responses", content=body)).text
+
+
+@scenario("x" * 100_000, "two", max_len=200_000)
+async def test_a_client_that_reads_nothing_of_its_stream_holds_nobody_up(world):
+    (listener,) = world.server._server.servers[0].sockets
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    at, body = urlsplit(world.url), json.dumps({**BODIES["/responses"], "stream": True}).encode()
+    with socket.create_connection((at.hostname, at.port)) as deaf:
+        deaf.sendall(
+            f"POST {at.path}/responses HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+        )
+        await until(lambda: world.session.tree.nodes)
+        assert said(await post(world)) == "two"
+        async with asyncio.timeout(5):
+            await world.server.__aexit__()
+    assert len(world.session.tree.samples()) == 2 and world.session.failure is None
 
 
 @scenario("one", "two")

@@ -76,34 +76,53 @@ def test_after_a_stop_string_the_conversation_goes_on_from_the_exact_ids():
     assert len(session.tree.samples()) == 1
 
 
+async def reply_to(session: Session, request: ChatRequest, *, left: bool = False) -> list[str]:
+    """What the client got; `left`: what it would have got, had it not gone away when it was there."""
+    reply = await (work := session.ask(request, "key")).task
+    if left:
+        session.leave(work)
+    return contents(reply)
+
+
 def test_an_equal_request_after_a_delivered_reply_is_a_new_sample():
     session = session_of("one", "two")
 
     async def run():
-        return [contents(await session.answer(HI, "key")) for _ in range(2)]
+        return [await reply_to(session, HI) for _ in range(2)]
 
     assert asyncio.run(run()) == [["one"], ["two"]]
     assert len(session.tree.samples()) == 2
 
 
-def test_a_lost_reply_is_replayed_once():
+def test_a_lost_reply_is_replayed_until_it_is_delivered():
     session = session_of("one", "two")
 
     async def run():
-        first = await session.answer(HI, "key")
-        session.lost("key", first)
-        return first, await session.answer(HI, "key"), await session.answer(HI, "key")
+        return [await reply_to(session, HI, left=left) for left in (True, True, False, False)]
 
-    first, again, new = asyncio.run(run())
-    assert again is first and contents(new) == ["two"]
-    assert len(session.tree.samples()) == 2 and session.counters["replayed"] == 1
+    assert asyncio.run(run()) == [["one"], ["one"], ["one"], ["two"]]
+    assert len(session.tree.samples()) == 2 and session.counters["replayed"] == 2
+
+
+def test_of_equal_parallel_calls_each_lost_reply_is_replayed_once():
+    session = session_of("one", "two", "three")
+
+    async def run():
+        works = [session.ask(HI, "key") for _ in range(2)]
+        await asyncio.wait([work.task for work in works])
+        for work in works:
+            session.leave(work)
+        return [await reply_to(session, HI) for _ in range(3)]
+
+    *replayed, new = asyncio.run(run())
+    assert sorted(replayed) == [["one"], ["two"]] and new == ["three"] and len(session.tree.samples()) == 3
 
 
 def test_a_numbered_retry_replays_even_what_seemed_delivered():
     session = session_of("one", "two")
 
     async def run():
-        return [contents(await session.answer(r, "key")) for r in (HI, RETRIED, HI)]
+        return [await reply_to(session, request) for request in (HI, RETRIED, HI)]
 
     assert asyncio.run(run()) == [["one"], ["one"], ["two"]]
 
@@ -113,30 +132,60 @@ def test_a_retry_of_a_refused_repetition_does_not_get_the_older_reply():
     session = session_of("one", "two", max_requests=1)
 
     async def run():
-        await session.answer(HI, "key")
+        await reply_to(session, HI)
         for request in (HI, RETRIED):
             with pytest.raises(ChatError) as caught:
-                await session.answer(request, "key")
+                await reply_to(session, request)
             assert caught.value.status == 429
 
     asyncio.run(run())
-    assert len(session.tree.nodes) == 1
+    assert len(session.tree.nodes) == 1 and not any(session._works.values())
 
 
-def test_a_request_that_is_cancelled_leaves_nothing():
+def test_a_request_that_nobody_wants_any_more_leaves_nothing():
     session = session_of("one")
     session.call_model.gate.clear()
 
     async def run():
-        task = asyncio.create_task(session.answer(HI, "key"))
+        work = session.ask(HI, "key")
         await session.call_model.called.wait()
-        task.cancel()
-        await asyncio.wait([task])
+        session.leave(work)
+        again = session.ask(RETRIED, "key")  # in the same instant: not what is being stopped
         session.call_model.gate.set()
-        return await session.answer(RETRIED, "key")
+        return await again.task
 
     assert contents(asyncio.run(run())) == ["one"]
     assert session.call_model.cancelled == 1 and len(session.tree.nodes) == 1
+
+
+def test_a_numbered_retry_of_a_call_under_way_waits_for_it_and_it_goes_on_when_the_first_connection_ends():
+    session = session_of("one", "two")
+    session.call_model.gate.clear()
+
+    async def run():
+        first, again = session.ask(HI, "key"), session.ask(RETRIED, "key")
+        assert again is first
+        await session.call_model.called.wait()
+        session.leave(first)
+        session.call_model.gate.set()
+        return contents(await again.task), await reply_to(session, HI)
+
+    # Delivered to the second connection, so the next equal request is no retry.
+    assert asyncio.run(run()) == (["one"], ["two"]) and session.call_model.cancelled == 0
+
+
+def test_equal_parallel_calls_that_are_all_tried_again_do_not_share_a_sample():
+    session = session_of("one", "two")
+    session.call_model.gate.clear()
+
+    async def run():
+        for work in [session.ask(HI, "key") for _ in range(2)]:
+            session.leave(work)
+        works = [session.ask(RETRIED, "key") for _ in range(2)]
+        session.call_model.gate.set()
+        return [contents(await work.task) for work in works]
+
+    assert sorted(asyncio.run(run())) == [["one"], ["two"]] and len(session.tree.samples()) == 2
 
 
 def test_room_and_limits_bound_the_sampled_tokens():

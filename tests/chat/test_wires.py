@@ -187,7 +187,7 @@ def test_a_tool_choice_of_none_offers_no_tools(choice):
 def test_bad_bodies_are_refused_in_words(path, change, says):
     body = {"messages": [{"role": "user", "content": "hi"}], "input": "hi"} | change
     with pytest.raises(ChatError, match=says) as caught:
-        _parse(WIRES[path], json.dumps(body).encode())
+        _parse(WIRES[path], json.dumps(body).encode(), {}, True)
     assert (caught.value.status, caught.value.code) == (400, "invalid_request")
 
 
@@ -201,7 +201,7 @@ def test_what_is_not_stored_is_refused():
 @pytest.mark.parametrize("path", WIRES)
 def test_bytes_that_are_no_request_are_refused(path, raw):
     with pytest.raises(ChatError) as caught:
-        _parse(WIRES[path], raw)
+        _parse(WIRES[path], raw, {}, True)
     assert caught.value.status == 400
 
 
@@ -225,7 +225,7 @@ VALUES = st.recursive(
 @given(body=st.dictionaries(KEYS, VALUES, max_size=6), path=st.sampled_from(list(WIRES)))
 def test_any_json_is_read_or_refused(body, path):
     try:
-        read = _parse(WIRES[path], json.dumps(body).encode())[1]
+        read = _parse(WIRES[path], json.dumps(body).encode(), {}, True)[1]
     except ChatError as error:
         assert error.status == 400
         return

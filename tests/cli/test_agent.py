@@ -6,6 +6,7 @@ import pytest
 
 from molt.cli.main import main
 from tests.tiny import save_tiny
+from tests.tiny_vlm import save_tiny_vlm
 
 AGENTS = Path(__file__).parent.parent.parent / "examples" / "python" / "agents"
 
@@ -41,3 +42,29 @@ def test_what_cannot_be(model, capsys, tmp_path):
     assert "a ChatAgent talks in messages" in capsys.readouterr().err
     assert main(["agent", "check", str(tmp_path / "none.py"), "--model", model]) == 1
     assert "is not a file" in capsys.readouterr().err
+
+
+SHOWS = """
+import openai
+from molt.agents import ChatAgent, ChatAgentRunner, Result
+from tests.tiny_vlm import data_url, picture
+
+
+class Shows(ChatAgent):
+    async def run(self, ctx):
+        client = openai.AsyncOpenAI(base_url=ctx.openai_url, api_key=ctx.api_key)
+        image = {"type": "image_url", "image_url": {"url": data_url(picture(1))}}
+        await client.chat.completions.create(model=ctx.model, messages=[{"role": "user", "content": [image]}])
+        return Result(1.0)
+
+
+class AgentRunner(ChatAgentRunner):
+    def __init__(self):
+        super().__init__(Shows)
+"""
+
+
+def test_images_are_shown_as_their_tokens(capsys, tmp_path):
+    (tmp_path / "shows.py").write_text(SHOWS)
+    out = shown(capsys, str(save_tiny_vlm(tmp_path / "vlm")), tmp_path / "shows.py", "--answer", "hi")
+    assert "1 image, trained in sample 0" in out and "user\\n<fake_token_around_image><global-img>" in out

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import ssl
 from pathlib import Path
 
 import numpy as np
@@ -79,3 +80,11 @@ def test_a_client_with_a_tool_loop_of_its_own():
 def test_a_model_that_only_calls_is_cut():
     episode, _ = play("chat_tools.py", "42", *[call("calculate", expression="1+1")] * 5)
     assert episode.truncated and episode.outcome.reward == 0.0 and episode.info["calls"] == 5
+
+
+@pytest.mark.parametrize("file", ["chat_minimal.py", "chat_tools.py"])
+def test_a_client_of_each_rollout_loads_no_certificates(file, monkeypatch):
+    loaded = []
+    monkeypatch.setattr(ssl.SSLContext, "load_verify_locations", lambda *_, **__: loaded.append(file))
+    episode, _ = play(file, "42", "42")
+    assert episode.outcome.reward == 1.0 and loaded == []

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from molt.config import RolloutConfig
 from molt.data.rows import UnusableRow
-from molt.errors import FailureRateError, StalledError
+from molt.errors import AgentError, FailureRateError, StalledError
 from molt.rollout.producer import MIN_ATTEMPTS, Producer
 from molt.rollout.runner_worker import GroupResult
-from molt.types import Group, InfraFailure, Metric, PolicyFailure, Prompt, RolloutInfo, Scored
+from molt.types import Group, InfraFailure, Metric, PolicyFailure, Prompt, RolloutInfo, SampleInfo, Scored
 
 GOOD = Scored(1.0, 1.0)
 
@@ -497,3 +497,15 @@ def test_stopped_anywhere_every_prompt_is_trained_exactly_once(
     check(main())
     expected = [i for i in range(len(stream)) if i not in stream.unusable and i % stream.size not in lost]
     assert sorted(trained) == expected
+
+
+def test_images_are_not_trained_on_without_their_pixels():
+    async def main():
+        async with Running(Stream(4)) as run:
+            info = replace(rollouts(Prompt(0, 0, 0, None, "x"), [GOOD])[0], samples=(SampleInfo(9, 3, 0, media=1),))
+            run.runners.ends[0].set_result((GroupResult([info]), "its samples"))
+            await settle()
+            with pytest.raises(AgentError, match=r"group 0:0 .* training on images is not built yet"):
+                await run.batch()
+
+    asyncio.run(main())

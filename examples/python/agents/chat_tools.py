@@ -7,7 +7,7 @@ import ast
 import json
 import operator
 
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from molt.agents import ChatAgent, ChatAgentRunner, ChatContext, Result
 
@@ -44,7 +44,8 @@ def calculate(expression: str) -> str:
 class Calculator(ChatAgent):
     async def run(self, ctx: ChatContext) -> Result:
         messages, calls = list(ctx.prompt), 0
-        async with AsyncOpenAI(base_url=ctx.openai_url, api_key=ctx.api_key) as client:
+        http = DefaultAsyncHttpxClient(verify=False)  # plain HTTP: else each client loads certificates, for 35 ms
+        async with AsyncOpenAI(base_url=ctx.openai_url, api_key=ctx.api_key, http_client=http) as client:
             while calls <= MOST_CALLS:
                 reply = await client.chat.completions.create(model=ctx.model, messages=messages, tools=[TOOL])
                 said = reply.choices[0].message
