@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -134,8 +135,8 @@ def build_data(folder: Path, seed: int) -> None:
         (data / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def build_model(path: Path, seed: int) -> int:
-    """A random Qwen3 with a character tokenizer; returns its number of parameters."""
+def build_model(path: Path, seed: int, words: Sequence[str] = (), chat_template: str = CHAT_TEMPLATE) -> int:
+    """A random Qwen3 with a character tokenizer, `words` being tokens too; returns its number of parameters."""
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -148,12 +149,13 @@ def build_model(path: Path, seed: int) -> int:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token=SPECIAL[0], eos_token=SPECIAL[1], additional_special_tokens=SPECIAL[2:]
     )
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.add_tokens(list(words))
+    tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(path)
     disable_progress_bar()
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=len(vocabulary),
+        vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=192,
         num_hidden_layers=2,
