@@ -76,8 +76,6 @@ class Turn:
     """int32 `[T]`, weights that sampled each token."""
     finish_reason: str
     """`stop` or `length`."""
-    media: tuple[Media, ...] = ()
-    """What the prompt shows, in order."""
 
 
 @dataclass(frozen=True)

@@ -8,24 +8,23 @@ import asyncio
 import contextlib
 import copy
 import os
+import secrets
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import psutil
 
 from molt.agents.env import Result
-from molt.agents.step_runner import CLOSE_S, Episode, EpisodeContext, outcome_of
+from molt.agents.step_runner import CLOSE_S, Episode, EpisodeContext, Serving, judge_of, outcome_of
 from molt.chat.session import Session, aside
 from molt.chat.tree import Node
 from molt.errors import AgentError
-from molt.types import Media, PolicyFailure, Scored, Turn
+from molt.types import InfraFailure, Media, PolicyFailure, Scored, Turn
 
-if TYPE_CHECKING:
-    from molt.chat.server import ChatServer
-
-API_KEY, MODEL = "molt", "policy"
+API_KEY, MODEL, MARK = "molt", "policy", "MOLT_HARNESS"
 GRACE_S, KILL_S = 1.0, 5.0
 """What a harness may take to end when it is asked to, and to be gone when it is ended."""
 
@@ -76,17 +75,20 @@ class ChatContext:
         self, *command: str, cwd: str | os.PathLike | None = None, env: Mapping[str, str] | None = None,
         stdin: str = "", timeout_s: float | None = None,
     ) -> Finished:  # fmt: skip
-        """Run an external program with the session in its environment; nothing of it outlives this call.
+        """Run an external program with the session in its environment, and end what it started with it.
 
-        `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL`, `ANTHROPIC_API_KEY` are set; `env` is on top.
+        `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL`, `ANTHROPIC_API_KEY` are set; `env` is on top. Ended
+        are its process group, its descendants, and whoever has its `MOLT_HARNESS` in the environment: all but a process
+        that left the group, lost its parents and cleared its environment.
         """
         found = {"OPENAI_BASE_URL": self.openai_url, "ANTHROPIC_BASE_URL": self.base_url}
         found |= dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY"), self.api_key)
         found |= dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1")
         found |= {} if cwd is None else {"PWD": os.path.abspath(cwd)}  # some look there, and not where they are
+        mark = secrets.token_hex(16)
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
         process = await asyncio.create_subprocess_exec(
-            *command, cwd=cwd, env={**os.environ, **found, **(env or {})}, start_new_session=True, **pipes
+            *command, cwd=cwd, env={**os.environ, **found, **(env or {}), MARK: mark}, start_new_session=True, **pipes
         )
         said = bytearray(), bytearray()
         pairs = zip((process.stdout, process.stderr), said, strict=True)
@@ -98,7 +100,7 @@ class ChatContext:
         except TimeoutError:
             timed_out = True
         finally:  # also what it left in the background, and when the rollout is cancelled
-            await _end(process, self.base_url)
+            await _end(process, mark)
             await asyncio.wait(talk, timeout=KILL_S)  # nobody holds the pipes any more
             for task in talk:
                 task.cancel()
@@ -122,12 +124,14 @@ async def _write(process: asyncio.subprocess.Process, text: str) -> None:
         process.stdin.close()
 
 
-async def _end(process: asyncio.subprocess.Process, url: str) -> None:
-    """End its group, and what has left the group but still has the URL of the session in its environment."""
+async def _end(process: asyncio.subprocess.Process, mark: str) -> None:
+    """End its group, and what has left the group but descends from it or has `mark` in its environment."""
+    strays: set[psutil.Process] = set()
     for number in (signal.SIGTERM, signal.SIGKILL):
+        # Before their parents are ended: then nothing says whose they were.
+        strays |= await aside(_strays, process.pid if process.returncode is None else None, mark)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
-        strays = await aside(_strays, url)
         for stray in strays:
             with contextlib.suppress(psutil.NoSuchProcess):
                 stray.send_signal(number)
@@ -136,12 +140,14 @@ async def _end(process: asyncio.subprocess.Process, url: str) -> None:
                 await _exited(process)
 
 
-def _strays(url: str) -> list[psutil.Process]:
-    found = []
+def _strays(parent: int | None, mark: str) -> set[psutil.Process]:
+    found = set()
+    with contextlib.suppress(psutil.Error):
+        found |= set(psutil.Process(parent).children(recursive=True)) if parent else set()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.pid != os.getpid() and process.environ().get("ANTHROPIC_BASE_URL") == url:
-                found.append(process)
+            if process.pid != os.getpid() and process.environ().get(MARK) == mark:
+                found.add(process)
     return found
 
 
@@ -153,7 +159,7 @@ class ChatAgent:
         raise AgentError(f"{type(self).__name__} defines no `async def run(self, ctx)`: no reward can arise. Add it.")
 
 
-class ChatAgentRunner:
+class ChatAgentRunner(Serving):
     """The runner of the `ChatAgent` contract. A user's file exports
 
     class AgentRunner(ChatAgentRunner):
@@ -163,28 +169,19 @@ class ChatAgentRunner:
 
     def __init__(self, agent_class: type[ChatAgent]):
         self.agent_class = agent_class
-        self._server: asyncio.Task[ChatServer] | None = None
 
     async def run(self, context: EpisodeContext) -> Episode:
         """One episode. Raises `InfraFailure` when the engines fail; anything the agent raises passes through."""
-        if self._server is None:  # one for all episodes; whoever comes first starts it
-            from molt.chat.server import ChatServer  # an agent file is also loaded where nothing is served
-
-            self._server = asyncio.create_task(ChatServer().__aenter__())
-        try:
-            server, turns = await asyncio.shield(self._server), []
-        except Exception:
-            self._server = None  # the next episode tries again
-            raise
+        server, turns = await self.server(), []
 
         async def call_model(prompt_ids: list[int], max_tokens: int, **shown: Sequence[Media]) -> Turn:
             turn = await context.call_model(prompt_ids, max_tokens, **shown)
-            turns.append(replace(turn, prompt_ids=turn.prompt_ids[:0], media=()))  # the tree has them, once
+            turns.append(replace(turn, prompt_ids=np.empty(0, np.int32)))  # the tree has them, once
             return turn
 
         limits = {"max_len": context.max_len, "max_new_tokens": context.max_new_tokens}
         session = Session(context.chat, call_model, call_freely=context.call_freely, **limits)
-        judge = Session(context.chat, call_model, call_freely=context.call_freely, record=False, **limits)
+        judge = judge_of(context)
         judge.failed = session.failed  # whichever cannot answer ends the episode
         urls = [server.open(session), server.open(judge)]
         try:
@@ -208,7 +205,10 @@ class ChatAgentRunner:
             for each in sessions:
                 if each.failure is not None:
                     raise each.failure
-            episode.settle(await work, agent)
+            # Out of context: what was earned stands, and here that is nothing before the end.
+            episode.truncated = _ran_out(work.exception(), session)
+            if not episode.truncated:
+                episode.settle(await work, agent)
         except PolicyFailure as failure:
             episode.outcome = outcome_of(failure, agent)
         finally:
@@ -223,3 +223,9 @@ class ChatAgentRunner:
         session.counters["side_calls"] = sum(tree.side(node) for node in tree.nodes)
         episode.info |= {f"chat_{name}": float(n) for name, n in session.counters.items() if n}
         return episode
+
+
+def _ran_out(error: BaseException | None, session: Session) -> bool:
+    """Whether an agent gave up because its context is full: it had answers, was refused one, and says nothing else."""
+    theirs = isinstance(error, Exception) and not isinstance(error, PolicyFailure | InfraFailure)
+    return theirs and bool(session.counters["out_of_context"] and session.tree.nodes)

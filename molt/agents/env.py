@@ -71,6 +71,7 @@ class Env:
     * `prompt`: list of chat messages, or text; what `reset` leaves there is what the model sees first
     * `label`, `data_source`: from the dataset row
     * `seed`: an integer of this rollout's own
+    * `judge_url`: with `StepEnvRunner(..., judge=True)`, the engines for a reward function; recorded nowhere
     * `turn`: number of the model call, from 0
     * `action`: the text the model answered in this turn
     * `finish_reason`: `stop`, or `length` when the answer was cut

@@ -9,18 +9,23 @@ import copy
 import inspect
 import json
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from molt.agents.env import Env, Result
 from molt.chat.chat_renderer import ChatRenderer
 from molt.chat.protocol import ToolCall
 from molt.chat.render import Renderer
+from molt.chat.session import Session
 from molt.chat.tree import Tree
 from molt.errors import AgentError
 from molt.types import InfraFailure, PolicyFailure, Prompt, Sample, Scored, Turn
+
+if TYPE_CHECKING:
+    from molt.chat.server import ChatServer
 
 CLOSE_S = 30.0
 """What an environment may take to close."""
@@ -41,7 +46,7 @@ class EpisodeContext:
     max_new_tokens: int | None = None
     max_turns: int | None = None
     chat: ChatRenderer | None = None
-    """What a `ChatAgent`, or an `Env` with tools, needs; else None."""
+    """What a `ChatAgent`, or an `Env` with tools or a judge, needs; else None."""
     call_freely: Callable[[list[int], int, dict[str, Any]], Awaitable[Turn]] | None = None
     """As `call_model`, with sampling parameters of the caller's: what it samples is never trained."""
 
@@ -77,7 +82,33 @@ def outcome_of(failure: PolicyFailure, agent: Any) -> PolicyFailure:
     return PolicyFailure(failure.reward, str(failure.reason))
 
 
-class StepEnvRunner:
+class Serving:
+    """A runner with a chat server of its own, one for all its episodes."""
+
+    _server: "asyncio.Task[ChatServer] | None" = None
+
+    async def server(self) -> "ChatServer":
+        """Whoever comes first starts it."""
+        if self._server is None:
+            from molt.chat.server import ChatServer  # an agent file is also loaded where nothing is served
+
+            self._server = asyncio.create_task(ChatServer().__aenter__())
+        try:
+            return await asyncio.shield(self._server)
+        except Exception:
+            self._server = None  # the next episode tries again
+            raise
+
+
+def judge_of(context: EpisodeContext) -> Session:
+    """A session on the engines of the episode that records nothing."""
+    return Session(
+        context.chat, context.call_model, call_freely=context.call_freely, record=False,
+        max_len=context.max_len, max_new_tokens=context.max_new_tokens,
+    )  # fmt: skip
+
+
+class StepEnvRunner(Serving):
     """The runner of the `Env` contract. A user's file exports
 
     class AgentRunner(StepEnvRunner):
@@ -85,15 +116,17 @@ class StepEnvRunner:
             super().__init__(MyEnv)
     """
 
-    def __init__(self, env_class: Callable[[], Env]):
-        self.env_class = env_class
+    def __init__(self, env_class: Callable[[], Env], *, judge: bool = False):
+        """judge: `state["judge_url"]` is to be there."""
+        self.env_class, self.judge = env_class, judge
 
     async def run(self, context: EpisodeContext) -> Episode:
         """One episode. Raises `InfraFailure` for a non-finite reward; anything the env raises passes through."""
         env = self.env_class()
         episode = Episode([], Scored(0.0, 0.0), truncated=False)
         try:
-            await self._play(env, context, episode)
+            async with self._judge(context) as given:
+                await self._play(env, context, episode, given)
         except PolicyFailure as failure:
             episode.outcome = outcome_of(failure, env)
         finally:
@@ -101,7 +134,25 @@ class StepEnvRunner:
                 await env.close()
         return episode
 
-    async def _play(self, env: Env, context: EpisodeContext, episode: Episode) -> None:
+    @asynccontextmanager
+    async def _judge(self, context: EpisodeContext) -> AsyncIterator[dict[str, str]]:
+        """What the state has of a judge while the episode lasts. Raises `InfraFailure` if it could not answer."""
+        if not self.judge:
+            yield {}
+            return
+        server, judge = await self.server(), judge_of(context)
+        url = server.open(judge)
+        try:
+            yield {"judge_url": url}
+        except PolicyFailure:
+            if judge.failure is None:
+                raise
+        finally:
+            server.close(url)
+        if judge.failure is not None:
+            raise judge.failure
+
+    async def _play(self, env: Env, context: EpisodeContext, episode: Episode, given: dict[str, str]) -> None:
         prompt = context.prompt
         state: dict[str, Any] = {
             # Copies: the other rollouts of the group start from the same prompt.
@@ -109,6 +160,7 @@ class StepEnvRunner:
             "label": copy.deepcopy(prompt.label),
             "data_source": prompt.data_source,
             "seed": context.seed,
+            **given,
         }
         state = await env.reset(state)
         if not isinstance(state, dict) or "prompt" not in state:

@@ -10,7 +10,6 @@ Not here: other media; models whose template writes another token for an image t
 import base64
 import io
 import struct
-import urllib.request
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,35 +23,36 @@ if TYPE_CHECKING:
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 """Of an animation the first picture is shown."""
-MAX_PIXELS = 50_000_000
-MAX_BYTES = 32 << 20
-FETCH_S = 30.0
+MAX_IMAGES, MAX_PIXELS = 16, 50_000_000
+"""That one request may bring; the earlier ones of its conversation are not read again."""
 
 
-def open_image(data: bytes) -> "Image.Image":
+def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> "Image.Image":
     """The image as the model is shown it: upright, RGB. Raises `ValueError` for what is none, or too large."""
     from PIL import Image, ImageOps
 
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            if image.width * image.height > MAX_PIXELS:
-                raise ValueError(f"{image.width} x {image.height} are more than {MAX_PIXELS:,} pixels")
+            if image.width * image.height > max_pixels:
+                raise ValueError(f"{image.width} x {image.height} pixels, {max_pixels:,} of {MAX_PIXELS:,} are left")
             return ImageOps.exif_transpose(image).convert("RGB")
     # Whatever decoders raise about a broken file, and about one that would fill the memory.
     except (OSError, EOFError, SyntaxError, NotImplementedError, struct.error, Image.DecompressionBombError) as error:
         raise ValueError(str(error)) from error
 
 
-def image_urls(messages: Sequence[Message]) -> list[str]:
-    """Of all images in the messages, in order."""
-    parts = [part for m in messages if isinstance(m["content"], list) for part in m["content"]]
-    return [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
-
-
-def read_images(messages: Sequence[Message], *, allow_fetching: bool = False) -> list["File"]:
+def read_images(messages: Sequence[Message]) -> list["File"]:
     """All images in the messages, in order. Raises ChatError."""
     parts = [part for m in messages if isinstance(m["content"], list) for part in m["content"]]
-    return [_read(part["image_url"]["url"], allow_fetching) for part in parts if part["type"] == "image_url"]
+    urls = [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
+    if len(urls) > MAX_IMAGES:
+        why = f"{len(urls)} images at once: at most {MAX_IMAGES} are read. Send fewer in one request."
+        raise ChatError(400, "invalid_request", why)
+    files, left = [], MAX_PIXELS
+    for url in urls:
+        files.append(_read(url, left))
+        left -= files[-1].image.width * files[-1].image.height
+    return files
 
 
 class File(NamedTuple):
@@ -62,22 +62,16 @@ class File(NamedTuple):
     image: "Image.Image"
 
 
-def _read(url: str, allow_fetching: bool) -> File:
-    fetched = not url.startswith("data:")
-    if fetched and not (allow_fetching and url.startswith(("http://", "https://"))):
+def _read(url: str, max_pixels: int) -> File:
+    if not url.startswith("data:"):
         why = f"the image {url[:80]!r} would have to be fetched: not allowed here. Send it as a `data:` URL."
         raise ChatError(400, "invalid_request", why)
     try:
-        data = _fetch(url) if fetched else base64.b64decode(url.partition("base64,")[2], validate=True)
-        return File(data, open_image(data))
-    except (OSError, ValueError) as error:
+        data = base64.b64decode(url.partition("base64,")[2], validate=True)
+        return File(data, open_image(data, max_pixels))
+    except ValueError as error:
         why = f"the image {url[:40]!r} cannot be read ({error}). Send {', '.join(FORMATS)} as a base64 `data:` URL."
         raise ChatError(400, "invalid_request", why) from error
-
-
-def _fetch(url: str) -> bytes:
-    with urllib.request.urlopen(url, timeout=FETCH_S) as answer:
-        return answer.read(MAX_BYTES)
 
 
 class ImageReader:

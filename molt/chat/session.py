@@ -71,7 +71,6 @@ class Session:
     record: bool = True
     """False for a judge, whose calls are in no tree."""
     call_freely: CallFreely | None = None
-    allow_image_urls: bool = False
     tree: Tree = field(default_factory=Tree)
     counters: Counter[str] = field(default_factory=Counter)
     failure: InfraFailure | None = None
@@ -81,17 +80,21 @@ class Session:
     """How each recorded call ended, by the index of its node."""
     _works: dict[str, list[Work]] = field(default_factory=dict)
     """By key. What is under way; what was lost, which nobody wants any more; the last that was delivered."""
+    _closed: bool = False
 
     def ask(self, request: ChatRequest, key: str) -> Work:
         """New work on a reply, or older work that `request` retries. `key`: equal for what could be retries.
 
         A reply that was lost is retried by whatever is equal to it; a call that may have gone well (it is under way,
         or delivered) only by a client that says that it repeats itself: without a word, an equal call is a new sample.
+        Raises ChatError if the session is over.
         """
+        if self._closed:
+            refuse("the session is over.", 404, "not_found")
         works, attempt = self._works.setdefault(key, []), request.hints.get(RETRY, "0")
-        # Parallel calls that are equal have the same count when each is tried again: none retries another.
-        again = works and (IDEMPOTENCY in request.hints or attempt not in ("0", works[-1].attempt))
-        work = next((work for work in works if not work.wanted), works[-1] if again else None)
+        # Parallel calls that are equal have the same count when each is tried again: each retries one of its own.
+        again = (work for work in works if IDEMPOTENCY in request.hints or attempt not in ("0", work.attempt))
+        work = next((work for work in works if not work.wanted), next(again, None))
         self.counters["replayed"] += work is not None
         if work is None:
             works[:] = [work for work in works if not work.task.done()]
@@ -107,7 +110,8 @@ class Session:
             self._forget(work)
 
     def close(self) -> None:
-        """Stop what is under way."""
+        """Stop what is under way; nothing more can be asked."""
+        self._closed = True
         for works in self._works.values():
             for work in works:
                 work.task.cancel()
@@ -125,23 +129,23 @@ class Session:
                 return await self._sample(request)
         except ChatError:
             raise
-        except Exception as error:  # fault boundary: one engine request
+        except Exception as error:  # fault boundary: one engine request, and the record of it
             self.failure = error if isinstance(error, InfraFailure) else InfraFailure(type(error).__name__, str(error))
             self.failure.__cause__ = error.__cause__ if error is self.failure else error
             self.failed.set()
         refuse(f"the policy cannot answer, so the episode ends: {self.failure!r}", 503, "engine")
 
     async def count(self, request: ChatRequest) -> int:
-        """The prompt tokens that `answer` would report."""
-        return len((await aside(self._render, request, self._match(request)))[0])
+        """The prompt tokens that `answer` would report. Raises ChatError."""
+        return len((await self._prompt(request))[1])
 
     async def _sample(self, request: ChatRequest) -> ChatReply:
-        self._admit(request)
-        match = self._match(request)
-        ids, media = await aside(self._render, request, match)
+        match, ids, media = await self._prompt(request)
         if len(ids) >= self.max_len:
+            self.counters["out_of_context"] += 1
             said = f"prompt is too long: {len(ids)} tokens > {self.max_len} maximum"
             refuse(said, code="context_length_exceeded")
+        self._admit(request)
         limit = min(filter(None, [self.max_len - len(ids), self.max_new_tokens, request.max_tokens]))
         calls = [asyncio.ensure_future(self._call(ids, limit, request, media)) for _ in range(request.n)]
         try:
@@ -154,45 +158,55 @@ class Session:
         for turn, answer, malformed in read:
             self.counters["malformed_calls"] += malformed
             if match is not None:
-                node = self.tree.add(match, ids, turn, _echo(answer), train=request.train)
+                node = self.tree.add(match, ids, turn, _echo(answer), train=request.train, media=media)
                 self.finishes[node.index] = answer.finish_reason
         return ChatReply(secrets.token_hex(12), tuple(answer for _, answer, _ in read), len(ids))
 
     def _admit(self, request: ChatRequest) -> None:
-        self.counters["requests"] += request.n
-        if self.counters["requests"] > self.max_requests:
-            refuse(f"this session has had its {self.max_requests} answers.", 429, "too_many_requests")
-        if request.train and request.constrained:
+        """Count what is sampled now and what of it is ignored, or refuse it."""
+        if request.constrained:
             refuse(
-                f"{request.constrained}: it samples from another distribution than the policy's, so the call cannot be "
-                "trained. Leave it out, or send the header `x-molt-train: 0` to keep the call out of training."
+                f"{request.constrained}: an answer is sampled from the model as it is, never constrained. Leave it "
+                "out, and check what the model says."
             )
         honoured = {} if request.train or self.call_freely is None else HONOURED
         for name, value in request.sampling.items():
             if name in honoured and not honoured[name](value):
                 refuse(f"`{name}` is {value!r}: there is no such distribution.")
+        if self.counters["requests"] + request.n > self.max_requests:
+            asked = f"this request asks for {request.n}, and the session has had {self.counters['requests']}"
+            refuse(f"{asked} of its {self.max_requests} answers.", 429, "too_many_requests")
+        self.counters["requests"] += request.n
         ignored = {name: value for name, value in request.sampling.items() if name not in honoured}
-        ignored |= {"constraint": request.constrained} | ({} if honoured else {"seed": request.seed})
+        ignored |= {} if honoured else {"seed": request.seed}
         self.counters.update(f"ignored_{name}" for name, value in ignored.items() if value is not None)
 
-    def _match(self, request: ChatRequest) -> Match | None:
-        return self.tree.match(request.messages, request.tools) if self.record else None
+    async def _prompt(self, request: ChatRequest) -> tuple[Match | None, list[int], tuple[Media, ...]]:
+        """Where the request goes on (None: nothing is recorded), its ids and its images. Raises ChatError alone."""
+        try:
+            match = self.tree.match(request.messages, request.tools) if self.record else None
+            return match, *await aside(self._render, request, match)
+        except ChatError:
+            raise
+        except Exception as error:  # fault boundary: what one client sent
+            why = f"the messages or tools could not be rendered ({error!r:.300}). Send them as the protocol has them."
+            raise ChatError(400, "invalid_request", why) from error
 
     def _render(self, request: ChatRequest, match: Match | None) -> tuple[list[int], tuple[Media, ...]]:
         """The ids of the matched path and what the rest adds; the whole rendering if they cannot be continued.
 
         With them the images that they show.
         """
-        new = request.messages if match is None else match.rest
-        files = read_images(new, allow_fetching=self.allow_image_urls)
+        whole, files = request.messages, read_images(request.messages if match is None else match.rest)
         if match is not None and match.node is not self.tree.root:
-            named = name_results(request.messages)[len(request.messages) - len(new) :]
+            named = name_results(whole)[len(whole) - len(match.rest) :]
             past, sampled = self.tree.ids(match.node).tolist(), len(match.node.token_ids)
             if (longer := self.renderer.bridge(past, named, request.tools, sampled=sampled)) is not None:
                 before = self.tree.media(match.node)
                 return self.renderer.place(longer, files, start=len(past), before=before)
-            files = read_images(request.messages, allow_fetching=self.allow_image_urls)
-        return self.renderer.place(self.renderer.render(request.messages, request.tools), files)
+            whole = [*self.tree.messages(match.node), *named]  # with reasoning that the client dropped
+            files = read_images(whole)
+        return self.renderer.place(self.renderer.render(whole, request.tools), files)
 
     async def _call(self, ids: list[int], limit: int, request: ChatRequest, media: tuple[Media, ...]) -> Turn:
         shown = {"media": media} if media else {}

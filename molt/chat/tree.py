@@ -217,8 +217,11 @@ class Tree:
         merged = any(at == len(system) < len(said) and _within(others[0], said[at]) for at, others in left)
         return "edit" if node is not self.root or echoed or said_before or merged else "root"
 
-    def add(self, match: Match, prompt_ids: list[int], turn: Turn, reply: Message, *, train: bool = True) -> Node:
-        """Record a call that succeeded. For n > 1: once per answer, with the same match.
+    def add(
+        self, match: Match, prompt_ids: list[int], turn: Turn, reply: Message, *, train: bool = True,
+        media: tuple[Media, ...] = (),
+    ) -> Node:  # fmt: skip
+        """Record a call that succeeded. For n > 1: once per answer, with the same match. media: of the whole prompt.
 
         Where the engine was not given the exact ids of the matched path, the node goes off at the deepest
         node of it whose ids are the beginning of the prompt, for the reason `template`.
@@ -232,8 +235,8 @@ class Tree:
         said = [*(message for n in above for message in n.said), *match.said, meaning(reply)]
         # A copy, since a view would keep every whole prompt.
         arrays = given[len(ids) :].copy(), np.asarray(turn.token_ids, np.int32), turn.logprobs, turn.versions
-        media = tuple(each for each in turn.media if each.start >= len(ids))
-        node = Node(parent, len(self.nodes), reason, messages, said, match.tools, *arrays, train=train, media=media)
+        new = tuple(each for each in media if each.start >= len(ids))
+        node = Node(parent, len(self.nodes), reason, messages, said, match.tools, *arrays, train=train, media=new)
         self.children[parent].append(node)
         self.children[node] = []
         self.nodes.append(node)

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import itertools
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,9 @@ from molt.agents.chat_runner import ChatAgentRunner
 from molt.agents.load import load_runner
 from molt.agents.step_runner import EpisodeContext
 from molt.chat.chat_renderer import load_chat_renderer
-from molt.chat.render import load_renderer
+from molt.chat.render import UnusableRow, load_renderer
 from molt.chat.tree import Tree
+from molt.data.prompts import as_tools
 from molt.errors import ConfigError
 from molt.types import Media, Prompt, Turn
 
@@ -28,6 +30,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--answer", action="append", help="what the model says; again for the next turn; the last stays"
     )
+    parser.add_argument("--tools", help="a JSON file: the list of tools that the model is offered")
     parser.add_argument("--no_chat", action="store_true", help="the prompt is plain text")
     parser.add_argument("--max_len", type=int, default=4096)
     parser.add_argument("--timeout_s", type=float, default=60.0)
@@ -42,9 +45,11 @@ async def _check(asked: argparse.Namespace) -> str:
     if chats and asked.no_chat:
         raise ConfigError(f"--no_chat with {asked.file}: a ChatAgent talks in messages. Drop --no_chat.")
     renderer = load_renderer(asked.model, None, apply_chat_template=not asked.no_chat)
-    chat = load_chat_renderer(asked.model, None) if chats else None
+    tools = _tools(asked.tools) if asked.tools else None
+    chat = load_chat_renderer(asked.model, None) if chats or tools or runner.judge else None
     messages = None if asked.no_chat else [{"role": "user", "content": asked.prompt}]
-    prompt = Prompt(0, 0, 0, messages, asked.prompt if asked.no_chat else None, _label(asked.label), "check")
+    text, label = asked.prompt if asked.no_chat else None, _label(asked.label)
+    prompt = Prompt(0, 0, 0, messages, text, label, "check", tools=tools)
     answers = asked.answer or ["hello"]
     script = itertools.chain(answers, itertools.repeat(answers[-1]))
     ends = (chat or renderer).eos_ids[:1]
@@ -54,7 +59,7 @@ async def _check(asked: argparse.Namespace) -> str:
         reason = "stop" if len(ids) <= max_tokens else "length"
         ids = ids[:max_tokens]
         logprobs, versions = np.full(len(ids), -1.0, np.float32), np.zeros(len(ids), np.int32)
-        return Turn(np.asarray(prompt_ids, np.int32), ids, logprobs, versions, reason, media)
+        return Turn(np.asarray(prompt_ids, np.int32), ids, logprobs, versions, reason)
 
     context = EpisodeContext(
         prompt, call_model, renderer, 0, asked.max_len, max_turns=64, chat=chat, call_freely=call_model
@@ -80,6 +85,13 @@ def _as_tree(turns: list[Turn]) -> Tree:
         tree.add(tree.match(messages), turn.prompt_ids.tolist(), turn, reply)
         messages = [*messages, reply]
     return tree
+
+
+def _tools(path: str) -> list[dict[str, Any]] | None:
+    try:
+        return as_tools(Path(path).read_text(), "--tools")
+    except (OSError, UnusableRow) as error:
+        raise ConfigError(f"--tools {path}: {error}; no tools can be offered. Name a JSON list of schemas.") from error
 
 
 def _label(text: str | None) -> Any:

@@ -131,7 +131,6 @@ class VllmEngine:
             logprobs=np.asarray(output.logprobs.logprobs, np.float32),
             versions=_versions(output.weight_versions, len(output.token_ids)),
             finish_reason=output.finish_reason,
-            media=tuple(media),
         )
 
     async def score(self, sequences: list[list[int]]) -> list[np.ndarray]:

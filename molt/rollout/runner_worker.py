@@ -82,7 +82,7 @@ class AgentHost:
         self.runner = load_runner(settings.agent_path)
         self.chat = None
         self.chats = isinstance(self.runner, ChatAgentRunner)
-        if self.chats or settings.data.tools_key:
+        if self.chats or self.runner.judge or settings.data.tools_key:
             retention = settings.rollout.thinking_retention
             self.chat = load_chat_renderer(settings.model, settings.data.chat_template, thinking_retention=retention)
             self.renderer.eos_ids = sorted({*self.renderer.eos_ids, *self.chat.eos_ids})

@@ -31,7 +31,7 @@ def to_sample(turns: Sequence[Turn]) -> Sample:
         assert np.array_equal(token_ids[:end], expected), f"the stream of {end} tokens was rewritten after sampling"
         versions[start:end] = turn.versions
         logprobs[start:end] = turn.logprobs
-    return Sample(token_ids, versions, logprobs, last.media)
+    return Sample(token_ids, versions, logprobs)
 
 
 def describe(sample: Sample) -> SampleInfo:

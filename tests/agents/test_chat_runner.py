@@ -192,6 +192,60 @@ def test_many_agents_with_synchronous_clients_do_not_wait_for_themselves():
     assert all(episode.outcome.reward == 1.0 for episode in asyncio.run(episodes()))
 
 
+async def talk(ctx):
+    """A loop of a stock client that goes on until it is refused."""
+    said = list(ctx.prompt)
+    while True:
+        said += [{"role": "assistant", "content": await ask(ctx, said)}, {"role": "user", "content": "more"}]
+
+
+def test_running_out_of_context_through_a_stock_client_is_scored_and_truncated():
+    episode = play(talk, Model(*["x" * 20] * 9), max_len=100)
+    assert episode.outcome == Scored(0.0, 0.0) and episode.truncated
+    assert len(episode.samples) == 1 and len(episode.turns) >= 2 and episode.info["chat_out_of_context"] == 1
+
+
+@pytest.mark.parametrize(
+    ("texts", "max_len", "then", "error"),
+    [
+        ([], 10, None, BadRequestError),  # not even the first prompt fits: nothing was ever tried
+        (["x"], 500, RuntimeError("sandbox"), RuntimeError),  # nothing was refused
+        (["x" * 20] * 9, 100, InfraFailure("sandbox"), InfraFailure),
+        (["x", InfraFailure("engine", "dead")], 500, None, InfraFailure),
+    ],
+)
+def test_other_errors_are_none_of_the_context(texts, max_len, then, error):
+    async def run(ctx):
+        try:
+            await (ask(ctx, ctx.prompt) if isinstance(then, RuntimeError) else talk(ctx))
+        except BadRequestError:
+            if then is None:
+                raise
+        raise then
+
+    with pytest.raises(error):
+        play(run, Model(*texts), max_len=max_len)
+
+
+def test_an_agent_that_goes_on_after_a_refusal_is_scored_as_it_says():
+    async def run(ctx):
+        with pytest.raises(BadRequestError):
+            await talk(ctx)
+        return Result(reward=1.0)
+
+    episode = play(run, Model(*["x" * 20] * 9), max_len=100)
+    assert episode.outcome == Scored(1.0, 1.0) and not episode.truncated
+
+
+def test_turns_keep_no_prompt_alive():
+    async def run(ctx):
+        await ask(ctx, ctx.prompt)
+        return Result(reward=1.0)
+
+    (turn,) = play(run, Model("x")).turns
+    assert len(turn.prompt_ids) == 0 and turn.prompt_ids.base is None
+
+
 def test_branches_can_be_left_out():
     async def run(ctx):
         await ask(ctx, ctx.prompt)
@@ -285,9 +339,36 @@ def test_a_harness_that_hangs_is_ended_with_all_it_started(how, tmp_path):
         return Result(reward=float(done.timed_out))
 
     assert play(run, Model()).outcome.reward == 1.0
-    child = int((tmp_path / "child").read_text())
+    assert not is_alive(int((tmp_path / "child").read_text()))
+
+
+def is_alive(pid: int) -> bool:
     # Where nobody reaps orphans, one that is dead is still there as a zombie.
-    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("how", ["env -i setsid sleep 600 & sleep 600", "setsid sleep 600 &"])
+def test_what_clears_its_environment_or_loses_its_parent_is_ended_too(how, tmp_path):
+    """Also where `env` replaces the URLs that the session gives."""
+
+    async def run(ctx):
+        script = how.replace("sleep 600 &", f"bash -c 'echo $$ > {tmp_path}/child; exec sleep 600' &", 1)
+        script += f" while [ ! -s {tmp_path}/child ]; do sleep 0.05; done" * how.endswith("&")
+        await ctx.harness("bash", "-c", script, env={"ANTHROPIC_BASE_URL": "http://other"}, timeout_s=3)
+        return Result(reward=1.0)
+
+    play(run, Model())
+    assert not is_alive(int((tmp_path / "child").read_text()))
+
+
+def test_one_harness_of_a_session_does_not_end_another():
+    async def run(ctx):
+        slow = asyncio.create_task(ctx.harness("bash", "-c", "setsid sleep 1; echo done", timeout_s=15))
+        await asyncio.sleep(0.3)
+        await ctx.harness("true", timeout_s=15)
+        return Result(reward=float((await slow).stdout == "done\n"), info={"exit": (await slow).returncode})
+
+    assert play(run, Model()).outcome.reward == 1.0
 
 
 def test_sessions_of_finished_episodes_are_unknown():

@@ -11,7 +11,7 @@ from PIL import Image
 from transformers import AddedToken
 
 from molt.chat.chat_renderer import ChatRenderer
-from molt.chat.images import MAX_PIXELS, ImageReader, load_image_reader, open_image, read_images
+from molt.chat.images import MAX_IMAGES, MAX_PIXELS, ImageReader, load_image_reader, open_image, read_images
 from molt.chat.protocol import ChatError, ChatRequest
 from molt.chat.session import Session
 from molt.errors import ConfigError
@@ -53,8 +53,7 @@ class Seeing(ScriptedModel):
 
     async def __call__(self, prompt_ids, max_tokens, media=()):
         self.given.append((prompt_ids, media))
-        turn = turn_of(self.script.pop(0), prompt_ids, max_tokens)
-        return type(turn)(**{**vars(turn), "media": tuple(media)})
+        return turn_of(self.script.pop(0), prompt_ids, max_tokens)
 
 
 def session_of(*script, renderer=None, **settings) -> Session:
@@ -193,17 +192,21 @@ def test_a_photograph_is_shown_upright_and_in_rgb():
     assert shown.mode == "RGB" and np.array_equal(np.asarray(shown)[..., 0], np.asarray(upright))
 
 
-def test_urls_are_fetched_only_if_allowed_and_only_over_http(tmp_path):
+@pytest.mark.parametrize("scheme", ["file://{}/a.png", "http://127.0.0.1:9/a.png", "https://127.0.0.1:9/a.png"])
+def test_urls_are_never_fetched(scheme, tmp_path):
     (tmp_path / "a.png").write_bytes(png(picture(1)))
-    for url in (f"file://{tmp_path}/a.png", "http://127.0.0.1:9/a.png"):
-        message = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
-        with pytest.raises(ChatError, match="not allowed"):
-            read_images([message])
+    part = {"type": "image_url", "image_url": {"url": scheme.format(tmp_path)}}
     with pytest.raises(ChatError, match="not allowed"):
-        read_images([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": f"file://{tmp_path}"}}]}],
-                    allow_fetching=True)  # fmt: skip
-    with pytest.raises(ChatError, match="cannot be read"):  # nobody listens there
-        read_images([message], allow_fetching=True)
+        read_images([{"role": "user", "content": [part]}])
+
+
+def test_the_images_of_a_request_are_bounded_together(monkeypatch):
+    assert "17 images" in refused(session_of(), user(*[picture(1)] * (MAX_IMAGES + 1))).message
+    monkeypatch.setattr("molt.chat.images.MAX_PIXELS", 2 * 40 * 40 + 10)
+    assert len(read_images([user(picture(1, 40, 40), picture(2, 40, 40), picture(3, 2, 5))])) == 3
+    assert "10 of 3,210 are left" in refused(
+        session_of(), user(picture(1, 40, 40), picture(2, 40, 40)), user(picture(3, 1, 11))
+    ).message  # fmt: skip
 
 
 def test_a_model_of_text_alone_has_no_reader_and_a_broken_processor_is_a_wrong_set_up(tmp_path):

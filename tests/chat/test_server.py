@@ -5,6 +5,7 @@ import base64
 import io
 import json
 import socket
+import time
 from urllib.parse import urlsplit
 
 import httpx
@@ -100,6 +101,33 @@ async def test_closing_stops_what_is_still_sampled(world):
     assert world.model.cancelled == 1 and world.session.failure is None and world.session.tree.nodes == []
 
 
+@scenario("yes")
+async def test_what_arrives_after_its_session_was_closed_is_not_sampled(world):
+    at, body = urlsplit(world.url), json.dumps(BODIES["/chat/completions"]).encode()
+    reader, writer = await asyncio.open_connection(at.hostname, at.port)
+    head = f"POST {at.path}/chat/completions HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n"
+    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode())
+    assert b"100 Continue" in await reader.readline()  # sent once the server waits for the body
+    world.server.close(world.url)
+    writer.write(body)
+    assert b"404" in await reader.readuntil(b"Not Found")
+    writer.close()
+    assert world.model.prompts == []
+
+
+@scenario()
+async def test_a_long_path_holds_nobody_up(world):
+    began = time.thread_time()
+    for path in ("/s/x" + "/" * 60_000 + "x", "/" * 60_000 + "x", "/s/x" + "/v1" * 20_000 + "/x"):
+        assert (await fetch(f"http://127.0.0.1:{world.server.port}{path}")).status_code == 404
+    assert time.thread_time() - began < 2
+
+
+@scenario()
+async def test_connections_live_longer_than_clients_keep_them(world):
+    assert world.server._server.config.timeout_keep_alive > 2 * httpx.Limits().keepalive_expiry
+
+
 @scenario("yes", server={"max_body": 5000, "body_s": 2})
 async def test_bad_bodies_leave_the_session_alive(world):
     picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]}
@@ -108,6 +136,7 @@ async def test_bad_bodies_leave_the_session_alive(world):
         (400, b"{"),
         (400, json.dumps({"messages": [picture]}).encode()),
         (400, json.dumps({"messages": [{**picture, "content": [part_of(cut)]}]}).encode()),
+        (400, json.dumps({"messages": SAID, "stream": True, "stream_options": 17}).encode()),
         (400, json.dumps({"messages": [{"role": "user", "content": "half \ud800"}]}).encode()),
         (400, json.dumps({"messages": [{"role": "user", "content": "not in the vocabulary: \u00e9"}]}).encode()),
         (413, b" " * 5001),
@@ -196,7 +225,7 @@ async def test_clients_that_hang_hold_nobody_up(world):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", BODIES)
-def test_image_urls_are_refused_unless_allowed(path, stream):
+def test_image_urls_are_refused(path, stream):
     image = {
         "/chat/completions": {"type": "image_url", "image_url": {"url": "http://127.0.0.1/a.png"}},
         "/responses": {"type": "input_image", "image_url": "file:///etc/passwd"},
@@ -313,9 +342,11 @@ async def test_a_judge_has_a_root_of_its_own_and_records_nothing(world):
     judge = Session(renderer(), world.model, max_len=1000, record=False, call_freely=freely)
     world.url = world.server.open(judge)
     assert "/judge/" in world.url
-    body = {"messages": SAID, "temperature": 0, "response_format": {"type": "json_object"}}
+    body = {"messages": SAID, "temperature": 0}
     assert said(await post(world, body=body)) == "good" and asked == [{"temperature": 0}]
     assert judge.tree.nodes == [] and world.model.prompts == []
+    refused = await post(world, body=body | {"response_format": {"type": "json_object"}})
+    assert refused.status_code == 400 and "x-molt-train" not in refused.text and len(asked) == 1
 
 
 @scenario()

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from molt.chat.protocol import ChatError, ChatRequest
-from molt.chat.session import RETRY, Session
+from molt.chat.session import RETRY, Session, _echo
 from molt.types import InfraFailure
 from tests.chat.scripted import VERSION, ScriptedModel, ids_of, renderer, text_of, turn_of
 
@@ -226,14 +226,61 @@ def test_of_n_answers_with_one_failure_none_is_recorded():
     assert refused(session, replace(HI, n=2)).code == "engine" and session.tree.nodes == []
 
 
-def test_constrained_decoding_is_refused_unless_the_call_is_not_trained():
+@pytest.mark.parametrize("train", [True, False])
+def test_constrained_decoding_is_refused_whether_trained_or_not(train):
     session = session_of("one")
-    asked = replace(HI, constrained="tool_choice 'required'")
-    error = refused(session, asked)
-    assert error.status == 400 and "tool_choice 'required'" in error.message and "x-molt-train: 0" in error.message
-    asyncio.run(session.answer(replace(asked, train=False)))
-    assert session.counters["ignored_constraint"] == 1
-    assert session.tree.samples() == [] and session.failure is None
+    error = refused(session, replace(HI, constrained="tool_choice 'required'", train=train))
+    assert error.status == 400 and "tool_choice 'required'" in error.message and "x-molt-train" not in error.message
+    assert session.failure is None and session.call_model.prompts == []
+
+
+@pytest.mark.parametrize("counting", [True, False])
+def test_what_cannot_be_rendered_is_the_clients_doing_and_the_session_lives_on(counting):
+    session = session_of("one", "two")
+    asyncio.run(session.answer(HI))
+    tool = {"role": "tool", "content": "x", "tool_call_id": ["no", "text"]}
+    odd = ChatRequest([*HI.messages, {"role": "assistant", "content": "one"}, tool])
+    with pytest.raises(ChatError, match="could not be rendered") as caught:
+        asyncio.run(session.count(odd) if counting else session.answer(odd))
+    assert caught.value.status == 400 and session.failure is None and not session.failed.is_set()
+    assert contents(asyncio.run(session.answer(HI))) == ["two"]
+
+
+def test_nothing_can_be_asked_once_the_session_is_closed():
+    session = session_of("one")
+
+    async def run():
+        session.close()
+        session.ask(HI, "key")
+
+    with pytest.raises(ChatError, match="is over") as caught:
+        asyncio.run(run())
+    assert caught.value.status == 404
+
+
+def test_what_is_rendered_anew_keeps_the_reasoning_that_the_client_dropped():
+    session = session_of('<think>\nhm\n</think>\n\none<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>', "two")
+
+    async def run():
+        (answer,) = (await session.answer(HI)).answers
+        echo = replace(answer, reasoning=None)
+        said = [*HI.messages, _echo(echo), {"role": "tool", "content": "r", "tool_call_id": answer.tool_calls[0].id}]
+        await session.answer(ChatRequest([*said, {"role": "assistant", "content": "the client's own"}]))
+
+    asyncio.run(run())
+    assert "the client's own" in session.call_model.prompts[1] and "hm" in session.call_model.prompts[1]
+
+
+def test_equal_calls_that_were_delivered_are_each_retried_once():
+    session = session_of("one", "two", "three")
+
+    async def run():
+        works = [session.ask(HI, "key") for _ in range(2)]
+        first = [contents(await work.task) for work in works]
+        return first, [await reply_to(session, RETRIED) for _ in range(2)]
+
+    first, again = asyncio.run(run())
+    assert first == again and len(session.tree.samples()) == 2
 
 
 def test_sampling_of_the_client_is_ignored_and_counted_where_it_is_trained():
@@ -280,6 +327,14 @@ def test_the_cap_counts_answers():
     asyncio.run(session.answer(replace(HI, n=2)))
     asyncio.run(session.answer(HI))
     assert (refused(session).status, session.failure) == (429, None)
+
+
+def test_the_cap_counts_only_what_is_sampled():
+    session = session_of("1", "2", max_requests=2)
+    asyncio.run(session.answer(HI))
+    assert refused(session, replace(HI, n=2)).status == 429
+    assert refused(session, replace(HI, constrained="x")).status == 400
+    assert contents(asyncio.run(session.answer(HI))) == ["2"] and session.counters["requests"] == 2
 
 
 def test_a_malformed_call_reaches_the_client_as_text_and_is_counted():

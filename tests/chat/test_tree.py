@@ -1,6 +1,8 @@
 """The token tree: requests land where they go on, and what is trained is what was sampled, once."""
 
+import gc
 import json
+import weakref
 
 import numpy as np
 import pytest
@@ -137,6 +139,19 @@ def changed(**values):
 
 def called(arguments, name="sh"):
     return changed(tool_calls=[{"id": "other", "type": "function", "function": {"name": name, "arguments": arguments}}])
+
+
+def test_a_dropped_tree_is_gone_without_the_garbage_collector():
+    chat = Chat()
+    node = chat.ask([SYSTEM, user("hi")], REPLY)
+    chat.ask([SYSTEM, user("hi"), REPLY, result("ok")], REPLY)
+    gone = weakref.ref(node)
+    gc.disable()
+    try:
+        del chat, node
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(

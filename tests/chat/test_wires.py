@@ -180,8 +180,11 @@ def test_a_tool_choice_of_none_offers_no_tools(choice):
         ({"n": True}, "`n` is True"),
         ({"stop": [""]}, "stop strings"),
         ({"stop": 5}, "stop strings"),
-        ({"seed": "x"}, "no numbers"),
-        ({"temperature": [1]}, "no numbers"),
+        *(({"seed": value}, "'seed'") for value in ("x", 5.0, True, {}, 1 << 64, -(1 << 63) - 1)),
+        *(({"top_k": value}, "'top_k'") for value in (True, 1.0, {}, 1 << 70)),
+        *(({"temperature": value}, "'temperature'") for value in ([1], True, {}, float("nan"), float("inf"), 10**400)),
+        *(({"top_p": value}, "'top_p'") for value in ("1", False, {})),
+        ({"logit_bias": 5}, "'logit_bias'"),
     ],
 )  # fmt: skip
 def test_bad_bodies_are_refused_in_words(path, change, says):
@@ -189,6 +192,40 @@ def test_bad_bodies_are_refused_in_words(path, change, says):
     with pytest.raises(ChatError, match=says) as caught:
         _parse(WIRES[path], json.dumps(body).encode(), {}, True)
     assert (caught.value.status, caught.value.code) == (400, "invalid_request")
+
+
+def test_sampling_parameters_of_the_right_type_are_read():
+    given = {"temperature": 1, "top_p": 0.5, "top_k": -1, "logit_bias": {"5": 1}}
+    read = chat.request(HI | given | {"seed": (1 << 64) - 1})
+    assert read.sampling == given and read.seed == (1 << 64) - 1
+
+
+@pytest.mark.parametrize("options", [17, "x", [1], True])
+def test_stream_options_that_are_no_object_are_refused(options):
+    with pytest.raises(ChatError, match="`stream_options` is"):
+        chat.request(HI | {"stream_options": options})
+
+
+@pytest.mark.parametrize("thought", [17, {"a": 1}, ["x"]])
+def test_reasoning_that_is_no_text_is_refused(thought):
+    said = [{"role": "assistant", "content": "x", "reasoning_content": thought}]
+    for wire, key in ((chat, "messages"), (responses, "input")):
+        with pytest.raises(ChatError, match="must be text"):
+            wire.request({key: said})
+
+
+def test_keys_are_equal_for_equal_requests_streamed_or_not_and_for_no_others():
+    def key(body, hints=None, train=True):
+        return _parse(chat, json.dumps(body).encode(), hints or {}, train)[2]
+
+    streamed = HI | {"stream": True, "stream_options": {"include_usage": True}}
+    assert key(HI) == key(streamed) == key(HI, {"x-stainless-retry-count": "1"})
+    others = [key(HI | {"seed": 1}), key(HI, {"idempotency-key": "a"}), key(HI, train=False), key(HI | {"n": 2})]
+    assert len({key(HI), *others}) == 5
+    # Of equal bodies one may hold the same object twice, the other two equal ones.
+    shared = {"messages": [dict(HI["messages"][0])] * 2}
+    one, two = (json.loads(json.dumps(shared), object_pairs_hook=hook) for hook in (dict, lambda pairs: dict(pairs)))
+    assert key(one) == key(two)
 
 
 def test_what_is_not_stored_is_refused():

@@ -1,11 +1,12 @@
 """`molt agent check`: what one episode leaves, token by token."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from molt.cli.main import main
-from tests.tiny import save_tiny
+from tests.tiny import QWEN3, char_tokenizer, save_tiny
 from tests.tiny_vlm import save_tiny_vlm
 
 AGENTS = Path(__file__).parent.parent.parent / "examples" / "python" / "agents"
@@ -35,6 +36,19 @@ def test_a_chat_agent_shows_its_tree(model, capsys):
     out = shown(capsys, model, "chat_minimal.py", "--label", '"hi"', "--answer", "hi")
     assert "1 calls, 1 samples, 3 trained tokens" in out and "Scored: reward 1, score 1" in out
     assert "'hi<|im_end|>'" in out
+
+
+def test_an_env_with_tools_is_offered_them(capsys, tmp_path):
+    directory, tools = save_tiny(tmp_path / "model", tokenizer=char_tokenizer(QWEN3)), tmp_path / "tools.json"
+    schema = {"name": "python", "parameters": {"type": "object", "properties": {"code": {"type": "string"}}}}
+    tools.write_text(json.dumps([{"type": "function", "function": schema}]))
+    made = '<tool_call>\n{"name": "python", "arguments": {"code": "print(6 * 7)"}}\n</tool_call>'
+    answers = ("--answer", made, "--answer", "42")
+    out = shown(capsys, str(directory), "tool_env.py", "--tools", str(tools), "--label", "42", *answers)
+    assert "2 calls, 1 samples" in out and "<tool_response>42" in out and "Scored: reward 1" in out
+    tools.write_text("{")
+    assert main(["agent", "check", str(AGENTS / "tool_env.py"), "--model", str(directory), "--tools", str(tools)]) == 2
+    assert "Name a JSON list of schemas" in capsys.readouterr().err
 
 
 def test_what_cannot_be(model, capsys, tmp_path):

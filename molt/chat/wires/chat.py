@@ -13,6 +13,8 @@ error = openai_error
 
 
 def request(body: Json) -> ChatRequest:
+    if not isinstance(options := body.get("stream_options"), dict | None):
+        refuse(f"`stream_options` is {options!r}: it must be an object, or left out.")
     messages = [turn(item, f"messages[{i}]") for i, item in enumerate(items(body, "messages"))]
     return chat_request(messages, body, body.get("response_format"))
 

@@ -9,6 +9,7 @@ Json = dict[str, Any]
 
 PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "logit_bias", *PENALTIES)
+WHOLE = ("seed", "top_k")
 NOT_TEXT = {"input_audio", "audio", "video", "video_url", "file", "input_file", "document"}
 TEXT_FIELDS = ("text", "refusal", "thinking")
 
@@ -52,6 +53,8 @@ def _part(block: Any, where: str) -> Json:
 
 def message(role: str, content: Any, **fields: Any) -> Message:
     """A message in the shape of `protocol`: fields without a value are left out, `content` never is."""
+    if not isinstance(thought := fields.get("reasoning_content"), str | None):
+        refuse(f"the reasoning of a message is a {type(thought).__name__}: it must be text.")
     return {"role": role, "content": content, **{key: value for key, value in fields.items() if value}}
 
 
@@ -74,8 +77,8 @@ def chat_request(messages: list[Message], body: Json, output_format: Any) -> Cha
     if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
         refuse(f"the stop strings are {stop!r}: they must be texts that are not empty.")
     sampling = {key: body[key] for key in (*SAMPLING, "seed") if body.get(key) is not None}
-    if wrong := {key: value for key, value in sampling.items() if not isinstance(value, int | float | dict)}:
-        refuse(f"the sampling parameters {wrong!r} are no numbers. Send numbers, or leave them out.")
+    if wrong := {key: value for key, value in sampling.items() if not _fits(key, value)}:
+        refuse(f"the sampling parameters {wrong!r} are not the numbers they must be. Mend them, or leave them out.")
     return ChatRequest(
         messages,
         tools=None if choice == "none" else [_function(t) for t in items(body, "tools") if _callable(t)] or None,
@@ -86,6 +89,13 @@ def chat_request(messages: list[Message], body: Json, output_format: Any) -> Cha
         sampling=sampling,
         constrained=forced if form in (None, "text") else f"output format {form!r}",
     )
+
+
+def _fits(name: str, value: Any) -> bool:
+    """Whether it is of the type that the parameter has. Larger than 64 bits is none: it would kill the engine."""
+    if name == "logit_bias":
+        return isinstance(value, dict)
+    return type(value) in ((int,) if name in WHOLE else (int, float)) and -(1 << 63) <= value < 1 << 64  # NaN is not
 
 
 def _kind(value: Any) -> Any:
