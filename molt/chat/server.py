@@ -10,7 +10,6 @@ request is worked on, its connection is watched: a client that goes away stops i
 
 import asyncio
 import contextlib
-import gc
 import hashlib
 import json
 import marshal
@@ -30,15 +29,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from molt.chat.collector import collect_rarely
 from molt.chat.protocol import ChatError, ChatReply, ChatRequest
 from molt.chat.session import IDEMPOTENCY, RETRY, Session, aside
 from molt.chat.wires import WIRES
 from molt.chat.wires.shared import Json, refuse
 
 HINTS = (RETRY, IDEMPOTENCY, "x-claude-code-agent-id", "x-session-id", "x-parent-session-id")
-RARELY = 1_000
-"""Collections of the middle generation between two full ones. A full one walks all that lives, 0.2 s with 512 sessions
-open, and Python starts one whenever a quarter more has come to live; trees have no cycles, so it finds next to nothing."""
 LIGHT_BYTES = 1 << 15
 """Of a body that is parsed in well under a millisecond."""
 KEEP_ALIVE_S = 75
@@ -71,10 +68,7 @@ class ChatServer:
             if self._serving.done():
                 await self._serving  # raises what went wrong
             await asyncio.sleep(0.005)
-        # What was loaded before is never walked again by a full collection, in which nothing else runs.
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(*gc.get_threshold()[:2], RARELY)
+        collect_rarely()
         return self
 
     async def __aexit__(self, *_: object) -> None:
