@@ -97,7 +97,7 @@ class Trainer:
     async def send_weights(self) -> dict[str, int]:
         return await asyncio.to_thread(self.sender.send)
 
-    async def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
+    async def probe(self, sequences: list[list[int]]) -> list[np.ndarray]:
         return self.policy.probe(sequences)
 
 
