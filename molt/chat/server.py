@@ -23,11 +23,10 @@ from types import ModuleType
 from typing import Any
 
 import uvicorn
-from starlette.applications import Starlette
 from starlette.background import BackgroundTask
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from molt.chat.collector import collect_rarely
 from molt.chat.protocol import ChatError, ChatReply, ChatRequest
@@ -53,15 +52,20 @@ class ChatServer:
         """max_body: bytes; body_s: how long a client may take to send one; ping_s: between comments of a stream."""
         self.max_body, self.body_s, self.ping_s = max_body, body_s, ping_s
         self._sessions: dict[str, Session] = {}
-        self.app = Starlette(routes=[Route("/{path:path}", self._route, methods=["GET", "POST"])])
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI application: one request."""
+        response = await self._route(Request(scope, receive, send))
+        await response(scope, receive, send)
 
     async def __aenter__(self) -> "ChatServer":
         # Named as TCP, or asyncio leaves Nagle's algorithm on: 40 ms per reply.
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.bind(("127.0.0.1", 0))
         self.port: int = listener.getsockname()[1]
-        quiet = {"lifespan": "off", "log_level": "warning", "access_log": False, "timeout_keep_alive": KEEP_ALIVE_S}
-        self._server = uvicorn.Server(uvicorn.Config(self.app, timeout_graceful_shutdown=1, **quiet))
+        quiet = {"lifespan": "off", "ws": "none", "proxy_headers": False, "log_level": "warning", "access_log": False}
+        config = uvicorn.Config(self, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=1, **quiet)
+        self._server = uvicorn.Server(config)
         self._server.capture_signals = contextlib.nullcontext  # signals belong to the process, not to a server in it
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         while not self._server.started:
@@ -86,7 +90,7 @@ class ChatServer:
         self._sessions.pop("/".join(url.rsplit("/", 2)[1:])).close()
 
     async def _route(self, request: Request) -> Response:
-        parts = request.path_params["path"].split("/")
+        parts = request.scope["path"].removeprefix("/").split("/")
         at, path = "/".join(parts[:2]), "".join(f"/{part}" for part in dropwhile("v1".__eq__, parts[2:])).rstrip("/")
         wire = WIRES.get(path, WIRES["/messages" if path.startswith("/messages") else "/chat/completions"])
         try:
@@ -113,8 +117,8 @@ class ChatServer:
         # A stream that is refused within the first seconds is refused with a status, like any other answer.
         patience = self.ping_s if body.get("stream") else None
         await asyncio.wait({task, gone}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
-        gone.cancel()
-        if task.cancelled() or await request.is_disconnected():
+        left = not gone.cancel()  # it was done
+        if task.cancelled() or left:
             session.leave(work)
             return Response(status_code=499)
         if body.get("stream") and not (task.done() and task.exception()):
@@ -180,7 +184,7 @@ async def _disconnected(request: Request) -> None:
 
 def _get(method: str, path: str, session: Session) -> Response:
     known = re.fullmatch(r"|/health|/models(?:/(.+))?", path)
-    if method == "POST" or known is None:
+    if method not in ("GET", "HEAD") or known is None:
         refuse(f"{method} {path[:80]!r} is not served here. Use one of the three protocols.", 404, "not_found")
     model = {**MODEL, "id": known[1] or "policy", "max_input_tokens": session.max_len, "max_model_len": session.max_len}
     ends = {"has_more": False, "first_id": "policy", "last_id": "policy"}
