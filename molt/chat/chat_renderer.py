@@ -60,6 +60,12 @@ class MarkedTokenizer:
 
     def __init__(self, tokenizer):
         self._tokenizer = tokenizer
+        # A copy, since other users of the tokenizer change its state; called without what `transformers` puts around.
+        self._backend = copy.deepcopy(getattr(tokenizer, "backend_tokenizer", None))
+        if self._backend:
+            self._backend.no_truncation()
+            self._backend.no_padding()
+            self._backend.encode_special_tokens = False
         specials = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special and not t.content.isalnum()}
         self._marks = {text: f"moltspecial7f3a{i}x" for i, text in enumerate(sorted(specials, key=len, reverse=True))}
         self._spelling = {mark: text for text, mark in self._marks.items()}
@@ -89,7 +95,15 @@ class MarkedTokenizer:
     def _encoded(self, piece: str) -> list[int]:
         if spelling := self._spelling.get(piece):
             return self._splitting(spelling, add_special_tokens=False, split_special_tokens=True).input_ids
+        if self._backend:
+            return self._backend.encode(piece, add_special_tokens=False).ids
         return self._tokenizer(piece, add_special_tokens=False).input_ids
+
+    def text(self, ids: list[int]) -> str:
+        """What the ids spell: special tokens stay, spaces are not cleaned up."""
+        if self._backend:
+            return self._backend.decode(ids, skip_special_tokens=False)
+        return self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
     @cached_property
     def _splitting(self):
@@ -155,7 +169,7 @@ class ChatRenderer:
             named = [{"name": ANSWER} | m if m["role"] == "tool" else m for m in messages]
             if named != messages and longer != self._extended(ids, named, tools, sampled):
                 return None
-        return longer if longer and longer[: len(ids)] == ids else None
+        return longer
 
     def place(
         self, ids: list[int], files: Sequence[File], *, start: int = 0, before: Sequence[Media] = ()
@@ -225,7 +239,7 @@ class ChatRenderer:
             start = len(ids) - sampled
             logical = _logical(self._family)
             longer = self._family.bridge_to_next_turn(ids[:start], ids[start:], messages, tools=tools, **logical)
-            return longer and longer.token_ids
+            return longer.token_ids if longer and longer.token_ids[: len(ids)] == ids else None
         try:
             text = self._difference(messages, tools)
         except UnusableRow:
@@ -237,31 +251,36 @@ class ChatRenderer:
     def _difference(self, messages: list[Message], tools: Tools) -> str | None:
         """What follows a turn's own text: its closing, the messages, the generation prompt. None if what was there
         changes: something moves before the turn, it is closed in another way, or (`template`) reasoning is dropped."""
-        turn = _turn([m for m in messages if m["role"] == "tool"])
-        before, plain = self._stand_in(json.dumps(tools))
-        alone = self._text([_USER, turn], tools) if "tool_calls" in turn else plain
-        whole = self._text([_USER, turn, *messages], tools, True)
+        results = [m for m in messages if m["role"] == "tool"]
+        before, plain, alone = self._stand_in(json.dumps(tools), tuple(m.get("name", "f") for m in results))
+        whole = self._text([_USER, _turn(results), *messages], tools, True)
         count, closing = alone.count(ANSWER), plain.rpartition(ANSWER)[2]
         end = alone.rpartition(ANSWER)[2]  # after calls: what ends them, and the closing
+        for i, result in enumerate(results):
+            end = end.replace(_stand_in_id(i), result.get("tool_call_id", "0"))
         parts = whole.split(ANSWER, count)
         if not count or len(parts) <= count or not whole.startswith(before) or not parts[-1].startswith(end):
             return None
         dropped = self.thinking_retention == "template" and REASON not in whole
         return closing + parts[-1][len(end) :] if end.endswith(closing) and not dropped else None
 
-    def _stood_in(self, tools: str) -> tuple[str, str]:
-        """The stand-in conversation without and with a plain turn, under the tools that `tools` is the JSON of."""
-        offered = json.loads(tools)
-        return self._text([_USER], offered), self._text([_USER, _turn()], offered)
+    def _stood_in(self, tools: str, names: tuple[str, ...]) -> tuple[str, str, str]:
+        """The stand-in conversation: without a turn, with a plain one, with one that calls functions of these names.
+
+        `tools`: as JSON.
+        """
+        offered, calls = json.loads(tools), [{"name": n, "tool_call_id": _stand_in_id(i)} for i, n in enumerate(names)]
+        before, plain, alone = ([_USER, *turn] for turn in ((), (_turn(),), (_turn(calls),)))
+        return self._text(before, offered), self._text(plain, offered), self._text(alone, offered)
 
     def _spoken(self, ids: list[int]) -> str:
         """The text up to the end token, without special tokens other than those of reasoning and calls."""
         said = takewhile(lambda i: i not in self.eos_ids, ids)
-        return self.tokenizer.decode([i for i in said if i not in self._silent], clean_up_tokenization_spaces=False)
+        return self.tokenizer.text([i for i in said if i not in self._silent])
 
     def _parsed_text(self, sampled_ids: list[int], prompt_ids: list[int]) -> Parsed:
         text, reasoning = self._spoken(sampled_ids), None
-        if self.tokenizer.decode(prompt_ids[-16:]).rstrip().endswith(THINK):
+        if self.tokenizer.text(prompt_ids[-16:]).rstrip().endswith(THINK):
             text = THINK + text
         if text.lstrip().startswith(THINK):
             reasoning, _, text = text.lstrip().removeprefix(THINK).partition(THOUGHT)
@@ -388,7 +407,7 @@ def _call(name: Any, arguments: Any, call_id: str | None = None) -> ToolCall | N
     if not (name and isinstance(name, str) and isinstance(arguments, dict)):
         return None
     try:
-        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        text = _as_json(arguments)
         text.encode()  # half of a surrogate pair is no text
     except (ValueError, RecursionError):
         return None
@@ -399,6 +418,10 @@ def _made_call(call_id: str, name: str, **arguments) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
+def _stand_in_id(index: int) -> str:
+    return f"moltid{index:03}"  # nine letters and digits, as Mistral's templates ask
+
+
 def _turn(results: Iterable[Message] = ()) -> Message:
     """An answer that stands for any; with calls that `results` answer."""
     calls = [_made_call(m.get("tool_call_id", "0"), m.get("name", "f"), a=ANSWER) for m in results]
@@ -406,6 +429,7 @@ def _turn(results: Iterable[Message] = ()) -> Message:
     return turn | {"tool_calls": calls} if calls else turn
 
 
+_as_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 _USER: Message = {"role": "user", "content": "hi"}
 _SHOWN: Message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "hi"}]}
 _A_B = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}, "required": ["a"]}

@@ -45,6 +45,8 @@ class ChatRequest:
     """False: the call opted out of training (header `x-molt-train: 0`)."""
     hints: dict[str, str] = field(default_factory=dict)
     """Headers that name sub-agents and sub-sessions (correctness never depends on them), and the SDKs' retry count."""
+    size: int = 0
+    """Bytes that it came in: how much work it may be."""
 
 
 @dataclass(frozen=True)

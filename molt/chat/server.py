@@ -30,13 +30,11 @@ from starlette.types import Receive, Scope, Send
 
 from molt.chat.collector import collect_rarely
 from molt.chat.protocol import ChatError, ChatReply, ChatRequest
-from molt.chat.session import IDEMPOTENCY, RETRY, Session, aside
+from molt.chat.session import IDEMPOTENCY, LIGHT_BYTES, RETRY, Session, aside
 from molt.chat.wires import WIRES
 from molt.chat.wires.shared import Json, refuse
 
 HINTS = (RETRY, IDEMPOTENCY, "x-claude-code-agent-id", "x-session-id", "x-parent-session-id")
-LIGHT_BYTES = 1 << 15
-"""Of a body that is parsed in well under a millisecond."""
 KEEP_ALIVE_S = 75
 """Longer than clients keep a connection (httpx: 5 s): else both ends may close it just as a request is sent."""
 MODEL = {
@@ -169,10 +167,10 @@ def _parse(wire: ModuleType, raw: bytes, hints: dict[str, str], train: bool) -> 
     """The body, what it asks for, and a key that is equal for what could be retries, streamed or not."""
     try:
         body = json.loads(raw)
-        asked = replace(wire.request(body), train=train)
+        asked = wire.request(body)
         # Of a version that writes equal data equally; quick, since no other thread runs meanwhile.
-        key = hashlib.blake2b(marshal.dumps((*vars(asked).values(), hints.get(IDEMPOTENCY)), 2)).hexdigest()
-        return body, replace(asked, hints=hints), key
+        key = hashlib.blake2b(marshal.dumps((*vars(asked).values(), train, hints.get(IDEMPOTENCY)), 2)).hexdigest()
+        return body, replace(asked, train=train, hints=hints, size=len(raw)), key
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         refuse(f"the body is not of this protocol: {error!r}"[:500])
 

@@ -9,7 +9,7 @@ import asyncio
 import secrets
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
@@ -33,8 +33,8 @@ HONOURED = {
     "top_k": lambda value: value == -1 or value >= 1,
 }
 """What a call that is not trained may choose, and what it may choose it to be."""
-LIGHT_TOKENS = 512
-"""Sampled tokens that are read in well under a millisecond."""
+LIGHT_BYTES, LIGHT_TEXT, LIGHT_TOKENS = 1 << 15, 2048, 512
+"""What takes well under a millisecond: a body to parse, new text in it to render, sampled tokens to read."""
 _THREADS = ThreadPoolExecutor(max_workers=2, thread_name_prefix="molt-chat")
 """Of the server alone: agents with synchronous clients fill the event loop's own, and would wait for themselves."""
 
@@ -147,14 +147,9 @@ class Session:
             refuse(said, code="context_length_exceeded")
         self._admit(request)
         limit = min(filter(None, [self.max_len - len(ids), self.max_new_tokens, request.max_tokens]))
-        calls = [asyncio.ensure_future(self._call(ids, limit, request, media)) for _ in range(request.n)]
-        try:
-            turns = await asyncio.gather(*calls)
-        finally:  # where one fails, the others end with it
-            for call in calls:
-                call.cancel()
+        turns = await _all([self._call(ids, limit, request, media) for _ in range(request.n)])
         light = sum(len(turn.token_ids) for turn in turns) <= LIGHT_TOKENS
-        read = await aside(lambda: [self._read(turn, request) for turn in turns], light=light)
+        read = await aside(lambda: [self._read(turn, ids, request) for turn in turns], light=light)
         for turn, answer, malformed in read:
             self.counters["malformed_calls"] += malformed
             if match is not None:
@@ -185,27 +180,29 @@ class Session:
         """Where the request goes on (None: nothing is recorded), its ids and its images. Raises ChatError alone."""
         try:
             match = self.tree.match(request.messages, request.tools) if self.record else None
-            return match, *await aside(self._render, request, match)
+            longer = match and await aside(self._bridge, request, match, light=_light(request, match))
+            return match, *(longer or await aside(self._render, request, match))
         except ChatError:
             raise
         except Exception as error:  # fault boundary: what one client sent
             why = f"the messages or tools could not be rendered ({error!r:.300}). Send them as the protocol has them."
             raise ChatError(400, "invalid_request", why) from error
 
-    def _render(self, request: ChatRequest, match: Match | None) -> tuple[list[int], tuple[Media, ...]]:
-        """The ids of the matched path and what the rest adds; the whole rendering if they cannot be continued.
+    def _bridge(self, request: ChatRequest, match: Match) -> tuple[list[int], tuple[Media, ...]] | None:
+        """The ids of the matched path and what the rest adds, with their images; None if they cannot be continued."""
+        if match.node is self.tree.root:
+            return None
+        files, before = read_images(match.rest), self.tree.media(match.node)
+        past, sampled = self.tree.ids(match.node).tolist(), len(match.node.token_ids)
+        longer = self.renderer.bridge(past, _named_rest(request, match), request.tools, sampled=sampled)
+        return longer and self.renderer.place(longer, files, start=len(past), before=before)
 
-        With them the images that they show.
-        """
-        whole, files = request.messages, read_images(request.messages if match is None else match.rest)
-        if match is not None and match.node is not self.tree.root:
-            named = name_results(whole)[len(whole) - len(match.rest) :]
-            past, sampled = self.tree.ids(match.node).tolist(), len(match.node.token_ids)
-            if (longer := self.renderer.bridge(past, named, request.tools, sampled=sampled)) is not None:
-                before = self.tree.media(match.node)
-                return self.renderer.place(longer, files, start=len(past), before=before)
-            whole = [*self.tree.messages(match.node), *named]  # with reasoning that the client dropped
-            files = read_images(whole)
+    def _render(self, request: ChatRequest, match: Match | None) -> tuple[list[int], tuple[Media, ...]]:
+        """The ids of the whole conversation, with its images."""
+        whole = request.messages
+        if match is not None:  # with reasoning that the client dropped
+            whole = [*self.tree.messages(match.node), *_named_rest(request, match)]
+        files = read_images(whole)
         return self.renderer.place(self.renderer.render(whole, request.tools), files)
 
     async def _call(self, ids: list[int], limit: int, request: ChatRequest, media: tuple[Media, ...]) -> Turn:
@@ -216,10 +213,10 @@ class Session:
         chosen = {name: value for name, value in request.sampling.items() if name in HONOURED}
         return await self.call_freely(ids, limit, chosen | seed, **shown)
 
-    def _read(self, turn: Turn, request: ChatRequest) -> tuple[Turn, Answer, int]:
+    def _read(self, turn: Turn, ids: list[int], request: ChatRequest) -> tuple[Turn, Answer, int]:
         """The turn as it is recorded, what the client gets, and how many calls in it could not be read."""
         turn, stop = self._cut(turn, request.stop)
-        parsed = self.renderer.parse(turn.token_ids.tolist(), request.tools, turn.prompt_ids.tolist())
+        parsed = self.renderer.parse(turn.token_ids.tolist(), request.tools, ids)
         content = parsed.content.partition(stop)[0] if stop else parsed.content
         finish = "tool_calls" if parsed.tool_calls and turn.finish_reason == "stop" else turn.finish_reason
         calls = tuple(parsed.tool_calls)
@@ -231,7 +228,7 @@ class Session:
         ids = turn.token_ids.tolist()
 
         def found(length: int) -> list[tuple[int, str]]:
-            text = self.renderer.tokenizer.decode(ids[:length], clean_up_tokenization_spaces=False)
+            text = self.renderer.tokenizer.text(ids[:length])
             return sorted((text.find(stop), stop) for stop in stops if stop in text)
 
         if not stops or not found(len(ids)):
@@ -239,6 +236,29 @@ class Session:
         end = bisect_left(range(len(ids)), True, key=lambda length: bool(found(length)))
         kept = {name: getattr(turn, name)[:end] for name in ("token_ids", "logprobs", "versions")}
         return replace(turn, **kept, finish_reason="stop"), found(end)[0][1]
+
+
+def _light(request: ChatRequest, match: Match) -> bool:
+    """Whether the next turn is rendered in little time."""
+    texts = [message["content"] for message in match.rest]
+    short = all(isinstance(text, str) for text in texts) and sum(map(len, texts)) <= LIGHT_TEXT
+    return short and request.size <= LIGHT_BYTES
+
+
+def _named_rest(request: ChatRequest, match: Match) -> list[Message]:
+    return name_results(request.messages)[len(request.messages) - len(match.rest) :]
+
+
+async def _all(calls: list[Coroutine[Any, Any, Turn]]) -> list[Turn]:
+    """What each returns. Where one fails, the others end with it."""
+    if len(calls) == 1:
+        return [await calls[0]]
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def _went_well(task: asyncio.Task[ChatReply]) -> bool:

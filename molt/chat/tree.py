@@ -29,6 +29,7 @@ SHORTER = 2
 """Messages by which a compaction shortens history; by one it is a dropped reply, an edit."""
 QUOTE_LENGTH, QUOTE_PLACES = 20, 4
 """A summary quotes a line of a sampled reply: at least so many characters, in one of the first new messages."""
+_JSON_IN, _JSON_OUT = json.JSONDecoder(parse_int=float), json.JSONEncoder(sort_keys=True)
 NO_IDS = np.empty(0, np.int32)
 
 
@@ -46,6 +47,8 @@ class Meaning(NamedTuple):
 
     def echoes(self, said: "Meaning") -> bool:
         """This, in a request, is what was `said`: reasoning left out is no difference."""
+        if self is said:
+            return True
         same = self.content == said.content and self.calls == said.calls and self.role == said.role
         return same and self.reasoning in ("", said.reasoning)
 
@@ -78,7 +81,7 @@ def _content(content: str | list[dict[str, Any]] | None, role: str) -> list[Any]
 def _parsed(arguments: str) -> str:
     """One spelling for equal JSON (1 and 1.0 are equal, 1 and true are not); other text as it is."""
     try:
-        return json.dumps(json.loads(arguments, parse_int=float), sort_keys=True)
+        return _JSON_OUT.encode(_JSON_IN.decode(arguments))
     except (ValueError, RecursionError):  # what a model takes for JSON
         return _one_spaced(arguments)
 
@@ -226,10 +229,11 @@ class Tree:
         Where the engine was not given the exact ids of the matched path, the node goes off at the deepest
         node of it whose ids are the beginning of the prompt, for the reason `template`.
         """
-        assert turn.prompt_ids.tolist() == prompt_ids, "the turn was sampled from another prompt than is recorded"
         parent, reason, given = match.node, match.reason, np.asarray(turn.prompt_ids, np.int32)
         while not np.array_equal(given[: len(ids := self.ids(parent))], ids):
             parent, reason = parent.parent, "template"
+        same = len(given) == len(prompt_ids) and given[len(ids) :].tolist() == prompt_ids[len(ids) :]
+        assert same, "the turn was sampled from another prompt than is recorded"
         above = [n for n in match.node.path if n.end > parent.end]
         messages = [*(message for n in above for message in n.messages), *match.rest, reply]
         said = [*(message for n in above for message in n.said), *match.said, meaning(reply)]

@@ -51,7 +51,7 @@ def test_a_conversation_is_one_segment_of_exactly_what_the_engine_saw():
 @given(text=st.text("ab.", max_size=40), stops=st.lists(st.text("ab.", min_size=1, max_size=3), min_size=1, max_size=3))
 @example(text="aab", stops=["b", "ab"])  # complete in the same token: the one that begins first
 def test_a_turn_is_cut_at_the_token_in_which_the_first_stop_string_completes(text, stops):
-    turn, answer, _ = session_of()._read(turn_of(text), replace(HI, stop=tuple(stops)))
+    turn, answer, _ = session_of()._read(turn_of(text), [], replace(HI, stop=tuple(stops)))
     ends = [end for end in range(len(text) + 1) if any(text[:end].endswith(stop) for stop in stops)]
     if not ends:  # one token per character, and one that ends the turn
         assert (len(turn.token_ids), answer.stop_sequence, answer.content) == (len(text) + 1, None, text)
