@@ -1,8 +1,8 @@
-# make setup | demo | test | lint | bench      extra flags: make demo ARGS="--train.seed 1"
+# make setup | demo | test | lint | bench | chaos      extra flags: make demo ARGS="--train.seed 1"
 PYTHON := .venv/bin/python
 ARGS ?=
 
-.PHONY: setup demo test lint bench
+.PHONY: setup demo test lint bench chaos
 
 setup:
 	@scripts/setup.sh
@@ -20,3 +20,7 @@ test: lint
 # One after another: they measure, so they must not share the cores.
 bench: setup
 	@set -e; for file in benchmarks/[a-z]*.py; do echo "== $$file"; $(PYTHON) $$file $(ARGS); done
+
+# Kills everything that can die, at random moments; 10 schedules with the fake engine, 3 with vLLM.
+chaos: setup
+	$(PYTHON) -m tests.chaos $(ARGS)

@@ -23,13 +23,11 @@ import asyncio
 import json
 import statistics
 import time
-from asyncio.events import Handle
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable
 from urllib.parse import urlsplit
 
 import numpy as np
-from _common import spread
+from _common import spread, timed_callbacks
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from molt.agents.chat_runner import API_KEY, MODEL
@@ -154,23 +152,6 @@ async def one_session(
                 alone = await direct()
             added.append(spent)
     return 1e3 * np.asarray(added[1:])
-
-
-@contextmanager
-def timed_callbacks() -> Iterator[list[float]]:
-    """Fills the list with the milliseconds of CPU that each callback of the event loop takes of its thread."""
-    run, spent = Handle._run, []
-
-    def timed(handle: Handle) -> None:
-        began = time.thread_time()
-        run(handle)
-        spent.append(1e3 * (time.thread_time() - began))
-
-    Handle._run = timed
-    try:
-        yield spent
-    finally:
-        Handle._run = run
 
 
 async def many_sessions(renderer: ChatRenderer, make: type[Plain | Stock], count: int) -> tuple[list[float], float]:

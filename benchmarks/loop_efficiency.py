@@ -104,35 +104,35 @@ def prepare(folder: Path, options: argparse.Namespace) -> RLConfig:
 
 async def alone(config: RLConfig) -> tuple[list[float], list[float]]:
     """Seconds per batch of generation and of training, each with the other side idle."""
-    processes = await cluster.start(config, 100)
-    rows = load_rows(config.data.prompt_dataset, flag="data.prompt_dataset")
-    dataset = PromptDataset(rows, config.data)
-    generation, training = [], []
-    for batch in range(ALONE + 1):
-        prompts = [replace(dataset.prompt(i), epoch=batch) for i in range(PROMPTS)]
-        began = time.perf_counter()
-        groups = await asyncio.gather(
-            *(processes.runners.run_group(group_task(prompt, config.rollout)) for prompt in prompts)
-        )
-        generation.append(time.perf_counter() - began)
-        rollouts, samples = [result.rollouts for result, _ in groups], [reference for _, reference in groups]
-        estimator = ADVANTAGES[config.algo.advantage.estimator]
-        rewards = shaped_rewards(rollouts, config.reward, config.data.max_len)
-        per_group = advantages(rollouts, rewards, estimator)
-        began = time.perf_counter()
-        plans = plan_batch(
-            rollouts,
-            rewards=rewards,
-            group_advantages=per_group,
-            groups_per_step=PROMPTS,
-            micro_batch_size=config.train.micro_batch_size,
-            ranks=1,
-            max_len=config.data.max_len,
-        )
-        await processes.policy.prepare(plans, samples, {}, 0, 0.0)
-        await processes.policy.train()
-        training.append(time.perf_counter() - began)
-    return generation[1:], training[1:]  # the first ones warm up
+    async with cluster.started(config, 100) as processes:
+        rows = load_rows(config.data.prompt_dataset, flag="data.prompt_dataset")
+        dataset = PromptDataset(rows, config.data)
+        generation, training = [], []
+        for batch in range(ALONE + 1):
+            prompts = [replace(dataset.prompt(i), epoch=batch) for i in range(PROMPTS)]
+            began = time.perf_counter()
+            groups = await asyncio.gather(
+                *(processes.runners.run_group(group_task(prompt, config.rollout)) for prompt in prompts)
+            )
+            generation.append(time.perf_counter() - began)
+            rollouts, samples = [result.rollouts for result, _ in groups], [reference for _, reference in groups]
+            estimator = ADVANTAGES[config.algo.advantage.estimator]
+            rewards = shaped_rewards(rollouts, config.reward, config.data.max_len)
+            per_group = advantages(rollouts, rewards, estimator)
+            began = time.perf_counter()
+            plans = plan_batch(
+                rollouts,
+                rewards=rewards,
+                group_advantages=per_group,
+                groups_per_step=PROMPTS,
+                micro_batch_size=config.train.micro_batch_size,
+                ranks=1,
+                max_len=config.data.max_len,
+            )
+            await processes.policy.prepare(plans, samples, {}, 0, 0.0)
+            await processes.policy.train()
+            training.append(time.perf_counter() - began)
+        return generation[1:], training[1:]  # the first ones warm up
 
 
 def in_ray(config: RLConfig, run):

@@ -22,6 +22,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -96,6 +97,9 @@ class Trainer:
 
     async def send_weights(self) -> dict[str, int]:
         return await asyncio.to_thread(self.sender.send)
+
+    async def connect(self, engines: Sequence[int]) -> None:
+        """There is one, which it met when it was built."""
 
     async def probe(self, sequences: list[list[int]]) -> list[np.ndarray]:
         return self.policy.probe(sequences)

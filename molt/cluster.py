@@ -8,22 +8,25 @@ import asyncio
 import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
+from ray.exceptions import RayActorError
 from ray.util.placement_group import placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from molt import guard
 from molt.agents.load import resolved
 from molt.algo.plugin import absolute, load_estimator
 from molt.batch.plan import RankPlan
 from molt.config import RLConfig
-from molt.errors import ConfigError, ResourceError
+from molt.errors import ConfigError, LostError, ResourceError
 from molt.parallel.mesh import DTYPES, param_dtype, resolve_device
 from molt.report.metrics import merge
 from molt.rollout.engine_worker import EngineSettings, RolloutEngineWorker
@@ -42,6 +45,11 @@ START_TIMEOUT_S = 1800.0
 CALL_TIMEOUT_S = 3600.0
 """For one training batch, or one publication beyond the running requests it waits for."""
 
+PLACED = {"num_cpus": 0, "memory": 1}
+"""Options of an actor without a GPU. One byte: Ray heeds no strategy for an actor that asks for nothing."""
+SPREAD = PLACED | {"scheduling_strategy": "SPREAD"}
+"""Over all nodes in turn: agents want CPUs and sandboxes, and the loss of one node should not take all there is."""
+
 THIRD_PARTY_ENV = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -49,6 +57,8 @@ THIRD_PARTY_ENV = {
     "PYTHONWARNINGS": "ignore",
     "TOKENIZERS_PARALLELISM": "false",
 }
+DETERMINISTIC_ENV = {"VLLM_BATCH_INVARIANT": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+"""What deterministic kernels on GPUs need. Not run here: no GPU."""
 CPU_ENV = {
     # One thread per process: two on busy cores are slower. nobind: vLLM would pin every engine to core 0.
     "OMP_NUM_THREADS": "1",
@@ -88,6 +98,24 @@ class Cluster:
         """What a checkpoint holds."""
         return [ranks for ranks in (self.policy, self.critic) if ranks]
 
+    @property
+    def _groups(self) -> list[Ranks]:
+        return [ranks for ranks in (self.policy, self.reference, self.critic) if ranks]
+
+    async def restart_ranks(self) -> None:
+        """All ranks of all models anew, with the weights they first had."""
+        async with _starting():
+            await asyncio.gather(*(ranks.restart() for ranks in self._groups))
+
+    def end(self) -> None:
+        """Kill every process. In a Ray session that outlives the run they would live as long as anything names them."""
+        for actor in [*self.engines.engines, *self.runners.runners, *(w for r in self._groups for w in r.workers)]:
+            ray.kill(actor)
+
+    async def evidence(self) -> dict[str, list[Any]]:
+        """By model, what its breaker skipped since the last call."""
+        return {ranks.name: await ranks.evidence() for ranks in self.trained}
+
     async def save(self, tmp: Path, background: bool) -> None:
         await asyncio.gather(*(ranks.save(tmp, background) for ranks in self.trained))
 
@@ -101,7 +129,8 @@ class Cluster:
 def start_ray(config: RLConfig) -> None:
     """Join the Ray cluster of this machine (`ray start`), or start a local one that ends with this driver."""
     device = resolve_device(config.fsdp.device)
-    variables = THIRD_PARTY_ENV | (CPU_ENV if device.type == "cpu" else {})
+    gpu_env = DETERMINISTIC_ENV if config.train.full_determinism_enable else {}
+    variables = THIRD_PARTY_ENV | (CPU_ENV if device.type == "cpu" else gpu_env)
     used = [config.actor.model_name_or_path, config.ref.model_name_or_path, config.critic.model_name_or_path]
     if all(Path(model).exists() for model in used if model):
         variables["HF_HUB_OFFLINE"] = "1"
@@ -111,13 +140,18 @@ def start_ray(config: RLConfig) -> None:
     ray.init(include_dashboard=False, configure_logging=False, log_to_driver=True, runtime_env={"env_vars": variables})
 
 
+def num_engines(config: RLConfig) -> int:
+    """0 where the rollouts are replayed."""
+    return 0 if config.train.rollout_replay_dir else config.vllm.num_engines
+
+
 def model_ranks(config: RLConfig, gpus: int) -> dict[str, int]:
     """Ranks of each model of a run on `gpus` GPUs (0: a CPU): of the policy, and of what its advantages need.
 
     Policy ranks that are not set are what the others leave free, none with `eval_only`. Colocated models have the
     policy's. Raises `ResourceError` with the sum when more is asked for than there is.
     """
-    engines = config.vllm.num_engines * config.vllm.tensor_parallel_size
+    engines = num_engines(config) * config.vllm.tensor_parallel_size
     if config.eval.eval_only:
         return {"policy": 0}
     asked = {"reference": config.ref} if config.algo.reads_reference_model else {}
@@ -161,6 +195,8 @@ def engine_settings(config: RLConfig) -> EngineSettings:
         device=device.type,
         vllm=config.vllm,
         weight_transfer=("shm" if device.type == "cpu" else "nccl") if transfer == "auto" else transfer,
+        partial_rollouts=config.train.partial_rollout_enable,
+        deterministic=config.train.full_determinism_enable,
     )
 
 
@@ -187,56 +223,79 @@ def model_settings(config: RLConfig, total_steps: int) -> dict[str, tuple[Callab
     path = actor.model_name_or_path
     reference = ReferenceSettings(config.ref.model_name_or_path or path, fsdp, config.rollout.temperature, max_len)
     critic = replace(config.critic, model_name_or_path=config.critic.model_name_or_path or path)
-    values = CriticSettings(critic, fsdp, config.train.seed, max_len, total_steps * steps * critic.max_epochs)
+    values = CriticSettings(critic, fsdp, config.train, max_len, total_steps * steps * critic.max_epochs)
     return {"policy": (Policy, policy), "reference": (Reference, reference), "critic": (Critic, values)}
 
 
-async def start(config: RLConfig, total_steps: int, engine_worker: Any = RolloutEngineWorker) -> Cluster:
-    """Start all processes side by side; return when every one has loaded its model.
+@asynccontextmanager
+async def started(
+    config: RLConfig, total_steps: int, engine_worker: Any = RolloutEngineWorker
+) -> AsyncIterator[Cluster]:
+    """All processes, started side by side, every one with its model loaded; they end with the block.
 
     total_steps: training batches of the whole run. engine_worker: the Ray actor class of an `Engine`; the tests have
     one without vLLM. Raises `ResourceError` when they are not up within `START_TIMEOUT_S`.
     """
     device = resolve_device(config.fsdp.device)
     gpus = 0 if device.type == "cpu" else int(ray.cluster_resources().get("GPU", 0))
-    tensor_parallel = config.vllm.tensor_parallel_size
-    engine, engine_actor = engine_settings(config), engine_worker.options(num_cpus=0, num_gpus=gpus and tensor_parallel)
-    engines = [engine_actor.remote(engine) for _ in range(config.vllm.num_engines)]
+    tensor_parallel, train = config.vllm.tensor_parallel_size, config.train
+    engine = engine_settings(config)
+    # Where GPUs are free says where an engine goes.
+    place = {"num_cpus": 0, "num_gpus": tensor_parallel} if gpus else SPREAD
+    engine_actor = engine_worker.options(max_restarts=-1, **place)
+    engines = [engine_actor.remote(engine) for _ in range(num_engines(config))]
     runner = runner_settings(config)
     attempts = config.rollout.max_retries + 1
     runners = RunnerPool(
-        lambda name: RunnerWorker.options(num_cpus=0).remote(runner, engines, name),
-        config.rollout.num_runners or (2 if gpus else 1),
+        lambda name: RunnerWorker.options(**SPREAD).remote(runner, engines, name),
+        (config.rollout.num_runners or (2 if gpus else 1)) if engines else 0,
         deadline_s=attempts * config.rollout.timeout_s + GRACE_S,
         attempts=attempts,
+        silence_s=train.watchdog_s,
+        max_restarts=train.max_restarts,
     )
-    # A publication lets running requests finish; the driver waits a little longer than the rank, which knows more.
+    # Without partial rollouts a publication lets running requests finish; the driver waits a little longer than the
+    # rank, which knows more.
     engine_s = CALL_TIMEOUT_S + config.rollout.timeout_s
-    models = _place(
-        model_ranks(config, gpus), gpus, together=config.train.colocate_fsdp_models, timeout_s=engine_s + GRACE_S
+    group = EngineGroup(
+        engines,
+        timeout_s=engine_s,
+        silence_s=train.watchdog_s,
+        start_timeout_s=START_TIMEOUT_S,
+        max_restarts=train.max_restarts,
     )
-    settings, workers = model_settings(config, total_steps), models["policy"].workers
+    models = _place(model_ranks(config, gpus), gpus, together=train.colocate_fsdp_models, timeout_s=engine_s + GRACE_S)
+    models["policy"].meeting(engines, engine.weight_transfer, tensor_parallel, engine_s)
+    settings = model_settings(config, total_steps)
+    processes = Cluster(group, models["policy"], models.get("reference"), models.get("critic"), runners)
+    try:
+        async with _starting():
+            await asyncio.gather(
+                group.start(), *(ranks.start(*settings[name]) for name, ranks in models.items()), runners.ready()
+            )
+        yield processes
+    finally:
+        processes.end()
+
+
+@asynccontextmanager
+async def _starting() -> AsyncIterator[None]:
+    """Raises `ResourceError` when the block takes too long, `LostError` when a process dies in it."""
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
-            await asyncio.gather(
-                *(engine.start.remote() for engine in engines),
-                *(ranks.start(*settings[name]) for name, ranks in models.items()),
-                runners.ready(),
-            )
-            transfer = (engines, engine.weight_transfer, len(engines) * tensor_parallel, engine_s)
-            await asyncio.gather(*(w.connect.remote(*transfer) for w in workers))
+            yield
     except TimeoutError:
         raise ResourceError(
             f"the processes were not up within {START_TIMEOUT_S:.0f} s: the run ends here. Look at `ray status` for "
             "resources that are not there, and at the output above for a model that does not load."
         ) from None
-    return Cluster(
-        EngineGroup(engines, timeout_s=engine_s),
-        models["policy"],
-        models.get("reference"),
-        models.get("critic"),
-        runners,
-    )
+    except RayActorError as error:
+        if error.actor_init_failed:  # it says itself what its constructor raised
+            raise
+        raise LostError(
+            f"a process died while the run started ({repr(error).strip().splitlines()[-1]}): the run ends here. Free "
+            "memory if the system killed it, then start it again."
+        ) from error
 
 
 RANKS = {"policy": (PolicyRanks, PolicyWorker), "reference": (Ranks, ReferenceWorker), "critic": (Ranks, CriticWorker)}
@@ -244,14 +303,19 @@ RANKS = {"policy": (PolicyRanks, PolicyWorker), "reference": (Ranks, ReferenceWo
 
 def _place(counts: dict[str, int], gpus: int, *, together: bool, timeout_s: float) -> dict[str, Any]:
     """The ranks of each model, a GPU each; `together`, rank r of every model has a share of GPU r."""
-    options: list[dict[str, Any]] = [{"num_gpus": 1 if gpus else 0}] * max(counts.values())
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    alone = {"num_cpus": 0, "num_gpus": 1} if gpus else PLACED | {"scheduling_strategy": here}
+    options: list[dict[str, Any]] = [alone] * max(counts.values())
     if gpus and together:  # not run: there was no machine with GPUs
         bundles = placement_group([{"GPU": 1}] * counts["policy"])
         places = [PlacementGroupSchedulingStrategy(bundles, index) for index in range(counts["policy"])]
-        options = [{"num_gpus": 1 / len(counts), "scheduling_strategy": place} for place in places]
+        options = [{"num_cpus": 0, "num_gpus": 1 / len(counts), "scheduling_strategy": place} for place in places]
     made = {}
     for name, count in counts.items():
         ranks, worker = RANKS[name]
-        workers = [worker.options(num_cpus=0, **options[index]).remote() for index in range(count)]
-        made[name] = ranks(workers, name=name, timeout_s=timeout_s)
+        made[name] = ranks(partial(_spawn, worker, options), count, name=name, timeout_s=timeout_s)
     return made
+
+
+def _spawn(worker: Any, options: list[dict[str, Any]], index: int) -> Any:
+    return worker.options(**options[index]).remote()

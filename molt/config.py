@@ -455,8 +455,27 @@ class TrainConfig(Section, prefix="train."):
         int, at_least(0, "a queue cannot be negative", "Use 0 for strictly on-policy, 1 to overlap")
     ] = 1
     """Training batches that rollouts may run ahead; 0: strictly on-policy."""
+    partial_rollout_enable: bool = False
+    """A publication interrupts running requests instead of letting them finish; they go on under the new weights."""
     max_staleness: int | None = None
     """No token is trained more than this many batches after its weights. Unset: async_queue_size."""
+    rollout_dump_dir: Path | None = None
+    """Write the rollouts of every training batch there, whole."""
+    rollout_replay_dir: Path | None = None
+    """Train on the batches that `rollout_dump_dir` wrote there, without engines, agent and rewards of its own."""
+    full_determinism_enable: bool = False
+    """Equal runs give equal bits: deterministic kernels, and an engine whose tokens do not depend on what else it
+    generates; slower. Needs async_queue_size 0."""
+    watchdog_s: Annotated[float, above_zero("everything would count as hung")] = 600.0
+    """What says nothing for so long (an engine, a runner, all rollouts together) is restarted or begun again."""
+    max_restarts: Annotated[int, at_least(0, "it is a number of restarts", "Use 0 to stop at the first loss")] = 3
+    """Restarts in a row, without progress between them, of an engine, of the ranks, or (--supervise) of the driver."""
+    grad_spike_factor: Annotated[
+        float, Range(lambda factor: factor > 1, "steps like those before would be skipped", "Use a value > 1, or inf")
+    ] = 20.0
+    """A step is skipped if its gradient norm is not finite, or so many times the running median; inf: no such limit."""
+    max_trips: Annotated[int, at_least(1, "the run would stop before its breaker ever tripped")] = 3
+    """The run stops, with the evidence, when so many of its last 100 batches had a step that was skipped."""
     parity_bound: Annotated[float | None, above_zero("no two programs agree that well, so the run would stop")] = None
     """Largest log-prob difference of trainer and engine on the probe. Unset: fp32 1e-3 (max), else 0.05 (mean)."""
     colocate_fsdp_models: bool = False
@@ -483,6 +502,8 @@ class VllmConfig(Section, prefix="vllm."):
     """No graphs and no compilation; always so on a CPU."""
     enable_prefix_caching: bool = True
     """Reuse the KV of shared prefixes (cleared at every publication)."""
+    partial_kv: Literal["recompute", "keep"] = "recompute"
+    """What an interrupted request goes on with. recompute: its prefix under the new weights; keep: the KV it had."""
     weight_transfer: Literal["auto", "nccl", "ipc", "shm"] = "auto"
     """How weights reach the engines. auto: shm on a CPU, else nccl."""
 

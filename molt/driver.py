@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -23,9 +23,9 @@ from molt.data.mixture import EpochOrder
 from molt.data.prompts import PromptDataset, PromptStream
 from molt.data.rows import DropReport, UnusableRow, load_rows
 from molt.errors import ConfigError, MoltError
-from molt.loop import Run, evaluate_now, publish, train
+from molt.loop import Run, begin_evaluation, enduring, evaluation_due, finish_evaluation, publish, train
 from molt.publish.publication import Publisher
-from molt.records import Records, refuse_other_run
+from molt.records import Records, identity, refuse_other_run
 from molt.report.header import header
 from molt.report.metrics import values
 from molt.report.sinks import RunLog
@@ -33,10 +33,12 @@ from molt.rollout.engine_worker import RolloutEngineWorker, Sampling
 from molt.rollout.evaluate import EPOCH as EVALUATION
 from molt.rollout.evaluate import Answers, answer
 from molt.rollout.producer import Producer
+from molt.rollout.replay import Replay, Unpublished, begin_dump, dumped
+from molt.rollout.watchdog import Watchdog
 from molt.train.checkpoint import checkpoint_step, latest_checkpoint
 from molt.types import Prompt
 
-PROBE_SEQUENCES, PROBE_TOKENS = 16, 32
+PROBE_SEQUENCES, PROBE_TOKENS = 8, 32
 
 
 def run_rl(config: RLConfig, engine_worker: Any = RolloutEngineWorker) -> None:
@@ -72,16 +74,23 @@ def _in_ray(config: RLConfig, main: Callable[..., Any], engine_worker: Any) -> A
 async def answers(config: RLConfig, engine_worker: Any = RolloutEngineWorker) -> tuple[Answers, float]:
     """The driver of `run_evaluation`, inside a Ray session."""
     prompts = _evaluation_prompts(config)
-    processes = await cluster.start(config, 0, engine_worker)
-    started = time.perf_counter()
-    found = await answer(prompts, processes.runners, config.rollout, config.eval)
-    return found, time.perf_counter() - started
+    async with cluster.started(config, 0, engine_worker) as processes, asyncio.TaskGroup() as tasks:
+        started = time.perf_counter()
+        mending = [tasks.create_task(task) for task in (processes.engines.watch(), processes.engines.serve())]
+        found = await answer(prompts, processes.runners, config.rollout, config.eval)
+        for task in mending:
+            task.cancel()
+        return found, time.perf_counter() - started
 
 
 async def drive(config: RLConfig, engine_worker: Any = RolloutEngineWorker) -> None:
     """The driver of one run, inside a Ray session."""
     stream = _prompt_stream(config)
-    total_steps = min(config.train.max_steps or sys.maxsize, math.ceil(len(stream) / config.rollout.batch_size))
+    replayed = config.train.rollout_replay_dir
+    batches = (
+        dumped(replayed, identity(config, stream)) if replayed else math.ceil(len(stream) / config.rollout.batch_size)
+    )
+    total_steps = min(config.train.max_steps or sys.maxsize, batches)
     if 0 < total_steps <= config.actor.freezing_steps:
         raise ConfigError(
             f"`actor.freezing_steps` (={config.actor.freezing_steps}) with {total_steps} steps in all: the policy "
@@ -95,71 +104,89 @@ async def drive(config: RLConfig, engine_worker: Any = RolloutEngineWorker) -> N
         refuse_other_run(checkpoint, config, stream)
     # Without a checkpoint, whatever an earlier attempt logged is not of this run's lineage either.
     resume_step = checkpoint_step(checkpoint) if checkpoint else -1 if config.ckpt.load_enable else None
+    if dump_dir := config.train.rollout_dump_dir:
+        begin_dump(dump_dir, identity(config, stream), resume_step)
     said = header(config, total_steps)
     with RunLog(config.ckpt.run_dir, config.logger, said, total_steps, resume_step) as log:
         (config.ckpt.run_dir / "header.txt").write_text(said)
         (config.ckpt.run_dir / "config.toml").write_text(dump(config))
-        processes = await cluster.start(config, total_steps, engine_worker)
-        producer = Producer(
-            stream,
-            processes.runners,
-            config.rollout,
-            queue=config.train.async_queue_size,
-            max_staleness=config.train.staleness_bound,
-            keep=config.algo.dynamic_filtering_range if config.algo.dynamic_filtering_enable else None,
-            on_event=log.event,
-        )
-        run = Run(
-            config,
-            processes,
-            producer,
-            await _publisher(config, processes, stream, renderer),
-            Records(config, log, renderer),
-            _evaluation_prompts(config),
-            total_steps,
-            kl_coef=config.algo.kl_coef,
-        )
-        if checkpoint:
-            await run.records.restore(run, checkpoint)
-            print(f"resumed from {checkpoint}: {len(producer.finished_groups())} finished groups are in the buffer")
-        elif config.ckpt.load_enable:
-            await run.records.follow(run, None)
-            print(f"no checkpoint in {config.ckpt.checkpoints}: starting from the beginning")
-        _stop_on_signals(producer)
-        try:
-            await _whole(run)
-        except BaseException:  # whatever stopped the run, the last checkpoint is completed
+        async with cluster.started(config, total_steps, engine_worker) as processes:
+            producer = Replay(replayed, stream) if replayed else _producer(config, processes, stream, log.event)
+            processes.engines.on_event = processes.runners.on_event = log.event
+            run = Run(
+                config,
+                processes,
+                producer,
+                Unpublished() if replayed else await _publisher(config, processes, stream, renderer, log.event),
+                Records(config, log, renderer),
+                Watchdog(
+                    processes.runners,
+                    config.train.watchdog_s,
+                    log.event,
+                    lambda: processes.engines.mending,
+                    config.rollout.timeout_s,
+                ),
+                _evaluation_prompts(config),
+                total_steps,
+                published=log.published,
+                kl_coef=config.algo.kl_coef,
+            )
+            if checkpoint:
+                await run.records.restore(run, checkpoint)
+                print(f"resumed from {checkpoint}: {len(producer.finished_groups())} finished groups are in the buffer")
+            elif config.ckpt.load_enable:
+                run.lineage = run.lineage.rolled_back(0, run.published)
+                await run.records.follow(run, None)
+                print(f"no checkpoint in {config.ckpt.checkpoints}: starting from the beginning")
+            _stop_on_signals(producer)
             try:
-                await run.records.settle()
-            except MoltError as error:
-                print(f"error: {error}", file=sys.stderr)
-            raise
+                async with asyncio.TaskGroup() as tasks:
+                    both = (processes.engines.watch(), run.watchdog.run())
+                    watching = [tasks.create_task(_told(producer, task)) for task in both]
+                    await enduring(run, _whole)
+                    for task in watching:
+                        task.cancel()
+            except BaseException:  # whatever stopped the run, the last checkpoint is completed
+                try:
+                    await run.records.settle()
+                except MoltError as error:
+                    print(f"error: {error}", file=sys.stderr)
+                raise
+
+
+async def _told(producer: Producer | Replay, watching: Awaitable[None]) -> None:
+    """What `watching` gives up with is for the learner, which stops between two steps and saves."""
+    try:
+        await watching
+    except* MoltError as errors:
+        producer.fail(_first(errors))
 
 
 async def _whole(run: Run) -> None:
     """First publication, training, and what a run leaves behind."""
     config, fresh = run.config, run.records.saved is None
     proof = await publish(run)
-    if fresh:
+    if fresh and proof:
         run.records.log.step(0, values(proof))
-        if config.eval.eval_at_start:
-            await evaluate_now(run)
-    if run.step >= run.total_steps or run.producer.done:
+    if evaluation_due(run):
+        await begin_evaluation(run)
+    if not run.restarts and (run.step >= run.total_steps or run.producer.done):
         print(f"step {run.step}: nothing is left to train. Raise --train.num_episodes or --train.max_steps to go on.")
     await train(run)
-    stopped, producer = run.producer.stopping, run.producer
-    if producer.filtered and not stopped and run.step < run.total_steps:
+    producer = run.producer
+    if producer.filtered and not producer.stopping and run.step < run.total_steps:
         print(
             f"step {run.step} of {run.total_steps}: {producer.filtered} of {producer.judged} groups were filtered, and "
             "no prompt is left. Widen --algo.dynamic_filtering_range, or raise --train.num_episodes to go on.",
             file=sys.stderr,
         )
-    if not stopped:
-        await evaluate_now(run)
-    if stopped or not config.ckpt.disable_final_save:
+    await finish_evaluation(run, ahead=False)
+    await begin_evaluation(run)
+    await finish_evaluation(run, ahead=False)
+    if producer.stopping or not config.ckpt.disable_final_save:
         await run.records.save(run)
     await run.records.settle()
-    if not stopped and not config.ckpt.disable_final_save:
+    if not producer.stopping and not config.ckpt.disable_final_save:
         await run.records.export(run, config.ckpt.output_dir.resolve())
 
 
@@ -186,8 +213,26 @@ def _evaluation_prompts(config: RLConfig) -> list[Prompt]:
     return prompts
 
 
+def _producer(
+    config: RLConfig, processes: cluster.Cluster, stream: PromptStream, on_event: Callable[..., None]
+) -> Producer:
+    return Producer(
+        stream,
+        processes.runners,
+        config.rollout,
+        queue=config.train.async_queue_size,
+        max_staleness=config.train.staleness_bound,
+        keep=config.algo.dynamic_filtering_range if config.algo.dynamic_filtering_enable else None,
+        on_event=on_event,
+    )
+
+
 async def _publisher(
-    config: RLConfig, processes: cluster.Cluster, stream: PromptStream, renderer: Renderer
+    config: RLConfig,
+    processes: cluster.Cluster,
+    stream: PromptStream,
+    renderer: Renderer,
+    on_event: Callable[..., None],
 ) -> Publisher:
     """The probe is sampled once, from the initial weights: prompts of the run and what the model answers."""
     prompts = _probe_prompts(config, stream, renderer)
@@ -204,6 +249,7 @@ async def _publisher(
         bound=default_bound if config.train.parity_bound is None else config.train.parity_bound,
         use_max=dtype == "float32",
         workers_per_engine=config.vllm.tensor_parallel_size,
+        on_event=on_event,
     )
 
 
@@ -220,7 +266,7 @@ def _probe_prompts(config: RLConfig, stream: PromptStream, renderer: Renderer) -
     return prompts
 
 
-def _stop_on_signals(producer: Producer) -> None:
+def _stop_on_signals(producer: Producer | Replay) -> None:
     """SIGTERM, and the first Ctrl-C: finish the step, save, exit 0. A second Ctrl-C ends at once."""
     loop = asyncio.get_running_loop()
 

@@ -5,9 +5,12 @@
     ├── DataError(ValueError)
     ├── ResourceError(RuntimeError)
     ├── AgentError(TypeError)
-    ├── EngineError(RuntimeError)
+    ├── LostError(RuntimeError)
+    │   └── EngineError
     ├── PublicationError(RuntimeError)
     ├── TrainingError(RuntimeError)
+    │   ├── BreakerError
+    │   └── RankLostError (also a LostError)
     ├── CheckpointError(RuntimeError)
     ├── FailureRateError(RuntimeError)
     └── StalledError(TimeoutError)
@@ -40,16 +43,32 @@ class AgentError(MoltError, TypeError):
     """The user's agent file is not an agent."""
 
 
-class EngineError(MoltError, RuntimeError):
+class LostError(MoltError, RuntimeError):
+    """Processes are gone for good: a new driver, on a machine that is well, would go on."""
+
+
+class EngineError(LostError):
     """An inference engine failed or is gone."""
 
 
 class PublicationError(MoltError, RuntimeError):
-    """Weights did not arrive, or are not in use."""
+    """Weights did not arrive, or are not in use. worker: the engine worker that has wrong ones, where one is named."""
+
+    def __init__(self, message: str, worker: int | None = None):
+        super().__init__(message)
+        self.worker = worker
 
 
 class TrainingError(MoltError, RuntimeError):
     """An optimizer step went wrong."""
+
+
+class BreakerError(TrainingError):
+    """Training diverges: the breaker tripped too often."""
+
+
+class RankLostError(TrainingError, LostError):
+    """A rank is dead or does not answer: its part of the weights is gone, those of the last checkpoint are not."""
 
 
 class CheckpointError(MoltError, RuntimeError):

@@ -1,33 +1,45 @@
 """The page: prompt → rollout → trajectory → reward → advantage → batch → loss → step → publish.
 
-| task     | consumes           | produces             | waits for                    | released by                 |
-|----------|--------------------|----------------------|------------------------------|-----------------------------|
-| producer | prompts            | groups in the buffer | a free admission slot        | learner finishing a version |
-| learner  | a batch of groups  | metrics, version + 1 | enough groups in the buffer  | producer                    |
+| task      | consumes           | produces             | waits for                    | released by                 |
+|-----------|--------------------|----------------------|------------------------------|-----------------------------|
+| producer  | prompts            | groups in the buffer | a free admission slot        | learner finishing a version |
+| learner   | a batch of groups  | metrics, version + 1 | enough groups in the buffer  | producer                    |
+| evaluator | evaluation prompts | eval metrics, best   | a publication                | learner                     |
+| watchdog  | progress events    | a table, a new start | a silence longer than bound  | any progress                |
 
-Both run in one asyncio loop of one driver. Rollouts (prompt → reward) happen in the runners, which the
+They run in one asyncio loop of one driver. Rollouts (prompt → reward) happen in the runners, which the
 producer feeds; everything else is a line of `learn`. A version is published after every training
-batch, so the version being trained is the number of batches trained.
+batch: the batches trained (`step`) say which, unless a roll-back abandoned some (`types.Lineage`).
 """
 
 import asyncio
+import sys
 import time
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from molt.algo.kl import adapt
 from molt.algo.plugin import load_estimator
 from molt.batch.plan import advantages, plan_batch, shaped_rewards
 from molt.cluster import Cluster
 from molt.config import RLConfig
-from molt.errors import FailureRateError, StalledError
+from molt.errors import BreakerError, MoltError, RankLostError
 from molt.publish.publication import Publisher
 from molt.records import Records
 from molt.report.metrics import merge
 from molt.rollout.evaluate import evaluate
 from molt.rollout.producer import Producer
-from molt.types import Metric, Prompt
+from molt.rollout.replay import Replay, Unpublished
+from molt.rollout.watchdog import Watchdog
+from molt.types import NO_ROLLBACK, Group, Lineage, Metric, Prompt
+
+T = TypeVar("T")
+
+TRIP_BATCHES = 100
+"""`train.max_trips` of the breaker within so many batches stop the run."""
 
 
 @dataclass
@@ -36,33 +48,69 @@ class Run:
 
     config: RLConfig
     cluster: Cluster
-    producer: Producer
-    publisher: Publisher
+    producer: Producer | Replay
+    publisher: Publisher | Unpublished
     records: Records
+    watchdog: Watchdog
     eval_prompts: list[Prompt]
     total_steps: int
     step: int = 0
-    """Training batches trained = the version that is published."""
+    """Training batches trained."""
+    lineage: Lineage = NO_ROLLBACK
+    published: int = -1
+    """The highest version there ever was."""
     evaluated: int | None = None
-    """The version that was evaluated last."""
+    """The step that was evaluated last."""
+    evaluation: tuple[int, asyncio.Task] | None = None
+    """The one that runs, and the step whose weights it measures."""
     kl_coef: float = 0.0
     """The coefficient of the KL; `algo.kl.target` adapts it."""
+    trips: deque[int] = field(default_factory=deque)
+    """Steps at which the breaker tripped."""
+    restarts: int = 0
+    """Of the ranks, since the last checkpoint."""
+
+    @property
+    def version(self) -> int:
+        """Of the weights after `step` batches."""
+        return self.lineage.version(self.step)
+
+
+async def enduring(run: Run, whole: Callable[[Run], Awaitable[None]]) -> None:
+    """`whole(run)`, from the last checkpoint on again whenever a rank is lost, also while the ranks are replaced.
+
+    Raises `RankLostError` after `train.max_restarts` without a new checkpoint in between.
+    """
+    while True:
+        try:
+            if run.restarts:
+                await recover(run)
+            return await whole(run)
+        except RankLostError as lost:
+            run.restarts += 1
+            run.records.event("rank_lost", step=run.step, restart=run.restarts, reason=str(lost))
+            if run.restarts > run.config.train.max_restarts:
+                raise
+            print(f"step {run.step}: {lost} All ranks start again from the last checkpoint.", file=sys.stderr)
 
 
 async def train(run: Run) -> None:
     """Train to the end of the prompts, `train.max_steps`, or `producer.stop()`.
 
-    Whatever stops the run between two steps (too many failures, a stall) is saved first.
+    What stops the run between two steps (too many failures, a stall, the breaker, engines or runners that are lost for
+    good) is saved first. Raises `RankLostError`.
     """
+    lost = None
     async with asyncio.TaskGroup() as tasks:
         producing = tasks.create_task(run.producer.run())
         try:
             await learn(run)
-        except (FailureRateError, StalledError):
-            await run.records.save(run)
-            raise
+        except RankLostError as error:  # as itself, not in a group
+            lost = error
         finally:
             producing.cancel()
+    if lost is not None:
+        raise lost
 
 
 async def learn(run: Run) -> None:
@@ -73,7 +121,7 @@ async def learn(run: Run) -> None:
         clock = Clock()
 
         # prompt → rollout → trajectory → reward: by the runners, meanwhile
-        groups = await run.producer.batch(config.rollout.batch_size, stalled_after_s=run.producer.runners.patience_s)
+        groups = await next_batch(run)
         if not groups:
             break
         clock.lap("wait_s")
@@ -87,13 +135,15 @@ async def learn(run: Run) -> None:
         plans = partial(plan_batch, rollouts, rewards=rewards, group_advantages=group_advantages, **_layout(config))
         scores = await cluster.score(plans, samples)
         plan = plans(ranks=len(cluster.policy.workers), aggregation=config.actor.loss_agg_mode)
-        prepared, returns = await cluster.policy.prepare(plan, samples, scores, run.step, run.kl_coef)
+        prepared, returns = await cluster.policy.prepare(plan, samples, scores, run.step, run.kl_coef, run.lineage)
 
         # batch → loss → step
         trained = await cluster.train(returns, freeze_policy=run.step < config.actor.freezing_steps)
         clock.lap("train_s")
 
-        # step → publish
+        # step → publish, once the version before is evaluated
+        await finish_evaluation(run, ahead=True)
+        clock.lap("evaluate_s")
         run.step += 1
         proof = await publish(run)
         run.producer.close(groups, run.step)
@@ -102,10 +152,40 @@ async def learn(run: Run) -> None:
         learned = [prepared, trained, _shaped(rewards)]
         learned.append(_adapt_kl(run, merge(learned)))
         await run.records.step(run, groups, group_advantages, [*learned, proof, clock.metrics()])
-        if run.step == run.total_steps or (config.eval.steps > 0 and run.step % config.eval.steps == 0):
-            await evaluate_now(run)
+        if trained.get("train/skipped_count", Metric(0)).total:
+            await trip(run, groups)
+        if run.step == run.total_steps or evaluation_due(run):
+            await begin_evaluation(run)
         if config.ckpt.save_steps > 0 and run.step % config.ckpt.save_steps == 0:
             await run.records.save(run)
+
+
+async def next_batch(run: Run) -> list[Group]:
+    """The groups of the next batch, or [] after the last one. What else stops the run here is saved first."""
+    size, patience_s = run.config.rollout.batch_size, run.producer.patience_s
+    try:
+        return await serving(run, run.producer.batch(size, stalled_after_s=patience_s))
+    except RankLostError:
+        raise
+    except MoltError:
+        await run.records.save(run)
+        raise
+
+
+async def serving(run: Run, waited_for: Awaitable[T]) -> T:
+    """Wait for rollouts. An engine that was restarted meanwhile gets the published weights at once."""
+    waiting = asyncio.ensure_future(waited_for)
+    try:
+        while not waiting.done():
+            restarted = asyncio.ensure_future(run.cluster.engines.restarted.wait())
+            await asyncio.wait((waiting, restarted), return_when=asyncio.FIRST_COMPLETED)
+            restarted.cancel()
+            if not waiting.done():
+                await run.publisher.publish(run.version)
+                run.records.event("rejoined", version=run.version)
+    finally:
+        waiting.cancel()
+    return waiting.result()
 
 
 def _layout(config: RLConfig) -> dict[str, Any]:
@@ -134,19 +214,103 @@ def _adapt_kl(run: Run, measured: dict[str, Metric]) -> dict[str, Metric]:
 
 
 async def publish(run: Run) -> dict[str, Metric]:
-    """Publish the trainer's weights as version `run.step`, with proof."""
-    proof = await run.publisher.publish(run.step)
-    run.records.event("publication", version=run.step, mismatch=proof["mismatch/abs_max"].total)
+    """Publish the trainer's weights as `run.version`, with proof."""
+    run.published = max(run.published, run.version)  # used, even if only one engine ever has it
+    proof = await run.publisher.publish(run.version)
+    if proof:  # a replay has no engines
+        run.records.event("publication", version=run.version, mismatch=proof["mismatch/abs_max"].total)
     return proof
 
 
-async def evaluate_now(run: Run) -> None:
-    """Evaluate the published version, once; the learner waits, so it is the only one that is measured."""
-    if run.evaluated == run.step or not run.eval_prompts:
+def evaluation_due(run: Run) -> bool:
+    """By the settings, at this step."""
+    config = run.config.eval
+    return run.step % config.steps == 0 if run.step and config.steps > 0 else config.eval_at_start and not run.step
+
+
+async def begin_evaluation(run: Run) -> None:
+    """Start to measure the published version, once. Nothing else is published before it ends."""
+    if run.evaluated == run.step or not run.eval_prompts or run.evaluation or run.producer.stopping:
         return
-    run.evaluated = run.step
-    metrics = await evaluate(run.eval_prompts, run.cluster.runners, run.config.rollout, run.config.eval)
-    await run.records.evaluation(run, metrics)
+    await run.records.candidate(run)
+    config = run.config
+    measured = evaluate(run.eval_prompts, run.cluster.runners, config.rollout, config.eval)
+    run.evaluation = run.step, asyncio.create_task(measured)
+
+
+async def finish_evaluation(run: Run, *, ahead: bool) -> None:
+    """Wait for the evaluation that runs, if one does, and record it; a run that is to stop drops it.
+
+    ahead: the trainer's weights are a batch further. Then no engine can be given those that are measured, and when none
+    has them any more the evaluation is dropped.
+    """
+    if run.evaluation is None:
+        return
+    step, evaluation = run.evaluation
+    ends = [run.producer.stopped, *([run.cluster.engines.unserved] if ahead else [])]
+    ended = [asyncio.ensure_future(event.wait()) for event in ends]
+    waiting = asyncio.wait((evaluation, *ended), return_when=asyncio.FIRST_COMPLETED)
+    await (waiting if ahead else serving(run, waiting))
+    for end in ended:
+        end.cancel()
+    if not evaluation.done():
+        if not run.producer.stopping:
+            print(f"step {step}: its evaluation is dropped, since no engine has its weights any more", file=sys.stderr)
+            run.records.event("evaluation_dropped", step=step)
+        return drop_evaluation(run)
+    run.evaluation, run.evaluated = None, step
+    await run.records.evaluation(run, evaluation.result())
+
+
+def drop_evaluation(run: Run) -> None:
+    """Nobody waits for it any more; a resume begins it again."""
+    if run.evaluation is not None:
+        run.evaluation[1].cancel()
+        run.evaluation = None
+        run.records.no_candidate()
+
+
+async def trip(run: Run, groups: list[Group]) -> None:
+    """The breaker skipped a step: let everything in flight end, so that what is trained next is of these weights.
+
+    Raises `BreakerError` when it tripped `train.max_trips` times within `TRIP_BATCHES` batches.
+    """
+    run.trips.append(run.step)
+    while run.trips[0] <= run.step - TRIP_BATCHES:
+        run.trips.popleft()
+    evidence = run.records.evidence(run, groups, await run.cluster.evidence())
+    limit = run.config.train.max_trips
+    print(
+        f"step {run.step}: the breaker skipped an optimizer step ({len(run.trips)} of train.max_trips (={limit}) "
+        f"within {TRIP_BATCHES} batches), which moved no weight. Evidence: {evidence}",
+        file=sys.stderr,
+    )
+    if len(run.trips) >= limit:
+        steps = ", ".join(map(str, run.trips))
+        run.trips.clear()  # whoever resumes has mended it, and may count anew
+        await run.records.save(run)
+        raise BreakerError(
+            f"the breaker tripped at steps {steps}, as often as train.max_trips (={limit}) allows: training diverges, "
+            f"so the run stops after saving. What tripped it is in {evidence}; lower --actor.adam.lr or mend the "
+            "reward, or raise --train.grad_spike_factor if it was a spike that is none, then resume with "
+            "--ckpt.load_enable."
+        )
+    if run.step < run.total_steps:
+        await serving(run, run.producer.drain())
+        run.producer.resume()
+
+
+async def recover(run: Run) -> None:
+    """What `--ckpt.load_enable` does, inside the running driver: all ranks anew, at the last checkpoint.
+
+    What is published next has the next unused version.
+    """
+    started = time.monotonic()
+    drop_evaluation(run)
+    await run.cluster.restart_ranks()
+    run.publisher.forget()
+    await run.records.go_back(run)
+    run.records.event("recovered", step=run.step, version=run.version, seconds=time.monotonic() - started)
 
 
 class Clock:

@@ -4,6 +4,8 @@ import asyncio
 import json
 import shutil
 import sys
+from collections import deque
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,24 +13,27 @@ from typing import TYPE_CHECKING, Any
 from molt.chat.render import Renderer
 from molt.config import RLConfig
 from molt.data.prompts import PromptStream
-from molt.errors import ConfigError, TrainingError
+from molt.errors import ConfigError, MoltError, TrainingError
 from molt.report.metrics import merge, values
 from molt.report.rollouts import write_rollouts
 from molt.report.sinks import RunLog
 from molt.rollout.buffer import load_buffer, save_buffer
 from molt.rollout.producer import own
+from molt.rollout.replay import abandon_dump, dump_batch
 from molt.train.checkpoint import (
     begin,
     checkpoint_path,
+    checkpoint_step,
     commit,
     complete,
     failing,
+    latest_checkpoint,
     prune,
     removing,
     require_same_run,
     write_file,
 )
-from molt.types import Group, Metric, PolicyFailure, Sample
+from molt.types import NO_ROLLBACK, Group, Lineage, Metric, PolicyFailure, Sample
 
 if TYPE_CHECKING:
     from molt.loop import Run
@@ -44,30 +49,62 @@ class Records:
 
     def __init__(self, config: RLConfig, log: RunLog, renderer: Renderer):
         self.config, self.log, self.renderer = config, log, renderer
-        self.saved: tuple[int, int | None] | None = None
-        """Step, and version evaluated last, of the newest checkpoint."""
+        self.saved: int | None = None
+        """The step of the newest checkpoint."""
         self.writing: asyncio.Task | None = None
         """The checkpoint that is being written; one at a time."""
         self.best: dict[str, Any] | None = None
         """Step, metric and value of the best evaluation in the lineage of the weights."""
         self.folder = config.ckpt.checkpoints.resolve()
-        self.best_file, self.best_model = self.folder / "best.json", config.ckpt.output_dir.resolve() / "best"
+        output = config.ckpt.output_dir.resolve()
+        self.best_file, self.best_model, self.candidate_model = (
+            self.folder / "best.json",
+            output / "best",
+            output / "candidate",
+        )
+        self.undecided = False
+        """An evaluation runs that may make its checkpoint the best."""
         self.filtered_steps = 0
         """Steps in a row, up to now, of which nearly everything was filtered."""
 
     def event(self, kind: str, **fields: Any) -> None:
         self.log.event(kind, **fields)
 
+    async def candidate(self, run: "Run") -> None:
+        """Keep the weights that an evaluation is about to measure: if it makes them the best, they are trained on by
+        then."""
+        if self.config.ckpt.best_metric_key != "none":
+            self.undecided = True
+            await self.save(run)
+            await self.export(run, self.candidate_model)
+
     async def evaluation(self, run: "Run", metrics: Metrics) -> None:
-        """Log an evaluation of the published version, which is kept if it is the best."""
-        self.log.step(run.step, values(metrics))
-        self.event("evaluation", version=run.step, **values(metrics))
+        """Log the evaluation of step `run.evaluated`, whose weights are kept if they are the best."""
         await self.keep_best(run, metrics)
+        self.log.step(run.evaluated, values(metrics))
+        self.event("evaluation", version=run.lineage.version(run.evaluated), **values(metrics))
+
+    def evidence(self, run: "Run", groups: list[Group], of_models: dict[str, Any]) -> Path:
+        """What made the breaker skip steps of the batch that was just trained, and the batch, as a file."""
+        batch = [
+            {
+                "group": group.prompt.group_id,
+                "rewards": [rollout.reward for rollout in group.rollouts],
+                "trained_tokens": [rollout.generated_tokens for rollout in group.rollouts],
+            }
+            for group in groups
+        ]
+        path = self.log.run_dir / "evidence" / f"step_{run.step:06d}.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps({"step": run.step, "skipped": of_models, "batch": batch}, indent=1))
+        self.event("breaker_tripped", step=run.step, evidence=str(path), skipped=of_models)
+        return path
 
     async def step(self, run: "Run", groups: list[Group], advantages: list[list[Any]], parts: list[Metrics]) -> None:
         """Metrics and stored rollouts of one training batch. Raises what writing a checkpoint raised meanwhile."""
         rollouts = [_rollout_metrics(group) for group in groups]
-        metrics = values(merge([*parts, *rollouts, *run.producer.take_metrics()]))
+        lags = run.watchdog.take_metrics()
+        metrics = values(merge([*parts, *rollouts, *run.producer.take_metrics(), lags]))
         metrics["perf/tokens_per_s"] = metrics["rollout/generated_tokens"] * len(groups) / metrics["timing/step_s"]
         self.log.step(run.step, metrics)
         limit = self.config.logger.rollouts_per_step
@@ -80,6 +117,9 @@ class Records:
         if len(groups) < self.config.rollout.batch_size:
             self.event("small_batch", step=run.step, groups=len(groups))
             print(f"step {run.step}: no prompt is left, so the batch has only {len(groups)} groups", file=sys.stderr)
+        if dump := self.config.train.rollout_dump_dir:
+            samples = [await group.samples for group in groups]
+            await asyncio.to_thread(dump_batch, dump, run.step, groups, samples)
         await asyncio.to_thread(write_rollouts, self.log.run_dir, run.step, kept, self.renderer.tokenizer.decode)
         try:
             self.check_filtered(run.step, metrics)
@@ -120,20 +160,20 @@ class Records:
         With `ckpt.async_save` it returns when the ranks have copied their state; `settle` waits for the rest.
         Raises `CheckpointError` when the disk does not take it, or did not take the one before.
         """
-        ckpt, moment = self.config.ckpt, (run.step, run.evaluated)
-        if self.saved == moment and run.producer.error is None:  # an error changes what the ledger holds
+        ckpt = self.config.ckpt
+        if self.saved == run.step and run.producer.error is None:  # an error changes what the ledger holds
             return
         await self.settle()
         finished = run.producer.finished_groups()
-        state = {"step": run.step, "total_steps": run.total_steps, "evaluated": run.evaluated, "best": self.best}
-        state |= {"kl_coef": run.kl_coef}
-        state |= {"ledger": run.producer.ledger(), "data": identity(self.config, run.producer.stream)}
+        state = {"step": run.step, "total_steps": run.total_steps, "rollbacks": run.lineage.rollbacks}
+        state |= {"best": self.best, "kl_coef": run.kl_coef, "trips": list(run.trips)}
+        state |= {"ledger": run.producer.ledger(), "data": _of_checkpoint(self.config, run.producer.stream)}
         aside = begin(self.folder, run.step)
         with removing(aside):
             await run.cluster.save(aside, ckpt.async_save)
             if ckpt.save_hf:
                 await self.export(run, aside / "hf")
-        self.saved = moment
+        self.saved = run.step
         self.writing = asyncio.create_task(self._write(run, aside, state, finished))
         if not ckpt.async_save:
             await self.settle()
@@ -150,18 +190,25 @@ class Records:
             await run.cluster.written(aside)
             samples = [await group.samples for group in finished]
             path = await asyncio.to_thread(self._commit, aside, state, finished, samples)
+        run.restarts = 0
         self.event("checkpoint", step=state["step"], path=str(path), buffered=len(finished))
 
     def _commit(self, aside: Path, state: dict[str, Any], finished: list[Group], samples: list[Any]) -> Path:
         """Flushes every file, so it is no work for the event loop."""
         save_buffer(aside, finished, samples)
         (aside / "loop.json").write_text(json.dumps(state))
-        path, ckpt, best = commit(aside), self.config.ckpt, state["best"]
-        prune(self.folder, ckpt.max_num, ckpt.max_mem * 2**30, best and best["step"])
+        path = commit(aside)
+        self._prune()
         return path
 
+    def _prune(self) -> None:
+        if self.undecided:  # which checkpoint is the best
+            return
+        ckpt = self.config.ckpt
+        prune(self.folder, ckpt.max_num, ckpt.max_mem * 2**30, self.best and self.best["step"])
+
     async def keep_best(self, run: "Run", metrics: Metrics) -> None:
-        """Save and export the evaluated version if it is better than every one before.
+        """Make the candidate the best if it is better than every one before, else remove it.
 
         Raises `ConfigError` when the evaluation has no `ckpt.best_metric_key`.
         """
@@ -170,47 +217,61 @@ class Records:
             key = self.best["metric"] if self.best else next(name for name in metrics if name.endswith("/pass1"))
         if key == "none":
             return
+        better, self.undecided = self._better(run, key, metrics), False
+        await self.settle()  # best.json never names a checkpoint that is not there
+        if better:
+            self.best = {"step": run.evaluated, "metric": key, "value": values(metrics)[key]}
+            self.promote()
+            self.event("best", **self.best)
+        self._prune()
+        self.no_candidate()
+
+    def no_candidate(self) -> None:
+        """Nothing is measured any more that may become the best."""
+        self.undecided = False
+        shutil.rmtree(self.candidate_model, ignore_errors=True)
+
+    def _better(self, run: "Run", key: str, metrics: Metrics) -> bool:
         lost = sum(metric.total for name, metric in metrics.items() if name.endswith("/failures"))
         asked = lost + sum(metric.count for name, metric in metrics.items() if name.endswith("/response_length"))
         if lost > (limit := self.config.rollout.max_failure_rate) * asked:
             print(
-                f"step {run.step}: {lost:.0f} of {asked:.0f} evaluation rollouts have no result, above "
+                f"step {run.evaluated}: {lost:.0f} of {asked:.0f} evaluation rollouts have no result, above "
                 f"rollout.max_failure_rate (={limit:g}): this version is not compared with the best one.",
                 file=sys.stderr,
             )
-            return
+            return False
         if key not in metrics and not lost:
-            run.evaluated = None  # a resume with another key evaluates this version again
-            await self.save(run)
             raise ConfigError(
                 f"`ckpt.best_metric_key` (={key}) is not what the evaluation measures: no version could be the best. "
                 f"Use one of {', '.join(sorted(metrics))}, or none; then resume with --ckpt.load_enable."
             )
         value = values(metrics).get(key)
-        if value is None or (self.best and self.best["metric"] == key and value <= self.best["value"]):
-            return
-        self.best = {"step": run.step, "metric": key, "value": value}
-        await self.save(run)
-        await self.settle()  # best.json never names a checkpoint that is not there
-        await self._export_best(run)
-        self.event("best", **self.best)
+        return value is not None and not (self.best and self.best["metric"] == key and value <= self.best["value"])
 
-    async def _export_best(self, run: "Run") -> None:
-        """The policy, which is that of `best`, to OUTPUT_DIR/best; then `best.json`, which says that it is whole."""
+    def promote(self) -> None:
+        """The candidate becomes OUTPUT_DIR/best; then `best.json`, which says that it is whole."""
         self.best_file.unlink(missing_ok=True)
-        await self.export(run, self.best_model)
+        shutil.rmtree(self.best_model, ignore_errors=True)
         with failing(self.best_file):
+            self.candidate_model.rename(self.best_model)
             write_file(self.best_file, json.dumps(self.best))
 
     async def follow(self, run: "Run", best: dict[str, Any] | None) -> None:
-        """Make `best.json` and OUTPUT_DIR/best those of the lineage that goes on; a kill may have come between them."""
+        """Make `best.json` and OUTPUT_DIR/best those of the lineage that goes on from `run.step`.
+
+        best: what its checkpoint says; an evaluation that ended later, of a step that is in the lineage, stays.
+        """
+        self.no_candidate()
         noted = json.loads(self.best_file.read_text()) if self.best_file.exists() else None
-        self.best = best
-        if noted == best:
+        if noted and noted["step"] <= run.step:
+            self.best = noted
             return
+        self.best = best
         if best and complete(path := checkpoint_path(self.folder, best["step"])):
             await run.cluster.policy.load(path)
-            await self._export_best(run)
+            await self.export(run, self.candidate_model)
+            self.promote()
             return
         self.best = None  # its checkpoint went with the lineage that was abandoned
         if self.best_model.exists():
@@ -220,9 +281,29 @@ class Records:
             print(f"the best model is of steps that this resume goes back behind: it is now {aside}", file=sys.stderr)
         self.best_file.unlink(missing_ok=True)
 
+    async def go_back(self, run: "Run") -> None:
+        """Continue from the last checkpoint, or from the beginning; what came after it is abandoned."""
+        with suppress(MoltError):  # what the lost ranks had written by then is a checkpoint like any other
+            await self.settle()
+        checkpoint = latest_checkpoint(self.folder)
+        step = checkpoint_step(checkpoint) if checkpoint else -1
+        self.log.abandon(step)
+        if dump := self.config.train.rollout_dump_dir:
+            abandon_dump(dump, step)
+        self.filtered_steps = 0
+        if checkpoint:
+            await self.restore(run, checkpoint)
+        else:
+            self.saved, run.step, run.evaluated, run.kl_coef = None, 0, None, self.config.algo.kl_coef
+            run.trips.clear()
+            run.producer.restore(run.producer.NOTHING, [], 0)
+            await self.follow(run, None)
+            run.lineage = NO_ROLLBACK.rolled_back(0, run.published)
+
     async def restore(self, run: "Run", path: Path) -> None:
         """Continue where `path` was saved."""
         state = json.loads((path / "loop.json").read_text())
+        run.step = self.saved = state["step"]
         await self.follow(run, state["best"])
         await run.cluster.load(path)
         stream = run.producer.stream
@@ -237,7 +318,9 @@ class Records:
             )
         if self.config.algo.kl.target and state["kl_coef"]:  # 0: the run had no KL before
             run.kl_coef = state["kl_coef"]
-        run.step, run.evaluated = self.saved = state["step"], state["evaluated"]
+        run.evaluated = run.step if self.log.evaluated(run.step) else None
+        run.trips = deque(state["trips"])
+        run.lineage = Lineage(tuple(map(tuple, state["rollbacks"]))).rolled_back(run.step, run.published)
         run.producer.restore(state["ledger"], groups, run.step)
 
     async def export(self, run: "Run", path: Path) -> None:
@@ -254,7 +337,12 @@ def identity(config: RLConfig, stream: PromptStream) -> dict[str, Any]:
 
 def refuse_other_run(path: Path, config: RLConfig, stream: PromptStream) -> None:
     """Raise `CheckpointError` before anything is started, or written, if the checkpoint is of another run."""
-    require_same_run(path, json.loads((path / "loop.json").read_text())["data"], identity(config, stream))
+    require_same_run(path, json.loads((path / "loop.json").read_text())["data"], _of_checkpoint(config, stream))
+
+
+def _of_checkpoint(config: RLConfig, stream: PromptStream) -> dict[str, Any]:
+    """A replay has no ledger to go on with, and a run no batches of another."""
+    return identity(config, stream) | {"replay": config.train.rollout_replay_dir is not None}
 
 
 def _rollout_metrics(group: Group) -> dict[str, Metric]:

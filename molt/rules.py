@@ -81,6 +81,27 @@ def eval_needs_a_dataset(c: RLConfig) -> Message:
     return required(c, "eval.dataset", "there is nothing to evaluate it on", "FILE.jsonl")
 
 
+def replay_has_no_engines(c: RLConfig) -> Message:
+    if c.train.rollout_replay_dir and c.eval.dataset:
+        consequence = "a replay starts no engines, so nothing could answer the evaluation"
+        fix = "Drop one of them; `molt eval` measures the model that a replay leaves"
+        return message(c, "train.rollout_replay_dir eval.dataset", consequence, fix)
+
+
+def determinism_needs_one_version(c: RLConfig) -> Message:
+    if c.train.full_determinism_enable and c.train.async_queue_size:
+        consequence = "which rollouts meet which publication is a matter of time, so two runs would differ"
+        fix = "Use --train.async_queue_size 0, or drop --train.full_determinism_enable"
+        return message(c, "train.full_determinism_enable train.async_queue_size", consequence, fix)
+
+
+def kept_kv_needs_partial_rollouts(c: RLConfig) -> Message:
+    if c.vllm.partial_kv == "keep" and not c.train.partial_rollout_enable:
+        consequence = "no request is ever interrupted, so there is no KV to keep"
+        fix = "Pass --train.partial_rollout_enable, or drop --vllm.partial_kv"
+        return message(c, "vllm.partial_kv train.partial_rollout_enable", consequence, fix)
+
+
 def shares_mix_the_datasets(c: RLConfig) -> Message:
     if c.data.prompt_dataset and (wrong := wrong_shares(c.data.prompt_probs, c.data.prompt_dataset)):
         return message(c, "data.prompt_probs data.prompt_dataset", *wrong)
@@ -230,7 +251,13 @@ def best_is_of_an_evaluation(c: RLConfig) -> Message:
 
 
 def stale_tokens_need_correction(c: RLConfig) -> Message:
-    if c.train.staleness_bound > 1 and c.algo.advantage.is_correction_level == "off":
+    if c.algo.advantage.is_correction_level != "off":
+        return None
+    if c.train.partial_rollout_enable and c.train.async_queue_size:
+        consequence = "tokens of one rollout are of several policies and would be trained as if they were of one"
+        fix = "Use --algo.advantage.is_correction_level token, or drop --train.partial_rollout_enable"
+        return message(c, "train.partial_rollout_enable algo.advantage.is_correction_level", consequence, fix)
+    if c.train.staleness_bound > 1:
         name = "train.async_queue_size" if c.train.async_queue_size > 1 else "train.max_staleness"
         consequence = f"tokens up to {c.train.staleness_bound} batches old would be trained as if they were fresh"
         fix = f"Use --algo.advantage.is_correction_level token, or --{name} 1"
@@ -308,6 +335,9 @@ RULES: list[Rule] = [
     rl_needs_a_model,
     rl_needs_prompts,
     rl_needs_an_agent,
+    replay_has_no_engines,
+    determinism_needs_one_version,
+    kept_kv_needs_partial_rollouts,
     shares_mix_the_datasets,
     tools_need_a_template,
     baseline_needs_a_group,

@@ -16,6 +16,37 @@ NOT_GENERATED = -1
 
 
 @dataclass(frozen=True)
+class Lineage:
+    """Which training batch the weights of a version are from.
+
+    Without a roll-back that is the version itself. A version is never used twice: what is rolled back to is published
+    under the next unused one, so versions and batches drift apart by the batches that were abandoned.
+    """
+
+    rollbacks: tuple[tuple[int, int], ...] = ()
+    """`(version, step)`, ascending: from this version on, it was published with `step` batches trained."""
+
+    def version(self, step: int) -> int:
+        """That of the weights after `step` batches."""
+        version, at = self.rollbacks[-1] if self.rollbacks else (0, 0)
+        return version + step - at
+
+    def steps(self, versions: np.ndarray) -> np.ndarray:
+        """Batches trained before each version of the lineage, int64 of the same shape."""
+        first, at = np.array([(0, 0), *self.rollbacks]).T
+        place = np.searchsorted(first, versions, side="right") - 1
+        return versions - first[place] + at[place]
+
+    def rolled_back(self, step: int, published: int) -> "Lineage":
+        """The lineage that goes on from `step`, if `published` is the highest version there ever was."""
+        lineage = Lineage(tuple(pair for pair in self.rollbacks if pair[1] <= step))
+        return lineage if lineage.version(step) >= published else Lineage((*lineage.rollbacks, (published + 1, step)))
+
+
+NO_ROLLBACK = Lineage()
+
+
+@dataclass(frozen=True)
 class Metric:
     """A `(sum, count)` pair from where it arises; its value is `total / count`.
 
@@ -186,8 +217,8 @@ class Group:
     prompt: Prompt
     order: int
     """Place of its prompt in the stream, the order of starting; batches take finished groups oldest first."""
-    start_version: int
-    """Version that was published when the group started: no token of it is older."""
+    start_step: int
+    """Batches trained when the group started: no token of it is of earlier weights."""
     rollouts: list[RolloutInfo] | None = None
     """None while running."""
     samples: Any = None

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from molt.errors import EngineError
 from molt.publish.proof import Receipt, checksum, combine
 from molt.rollout.engine_worker import EngineSettings, Sampling
 from molt.types import Turn
@@ -25,14 +26,16 @@ class FakeEngine:
         self.settings = settings
         self.version = "0"
         self.received: dict[str, int] = {}
+        self.joined = False
         self.open = asyncio.Event()
-        self.open.set()
 
     async def start(self) -> None:
         torch.set_num_threads(1)
         self.model = AutoModelForCausalLM.from_pretrained(self.settings.model, dtype=torch.float32).eval()
 
     async def generate(self, request_id: str, prompt_ids: list[int], sampling: Sampling) -> Turn:
+        if not self.joined:
+            raise EngineError("the engine has no weights of the trainer yet")
         await self.open.wait()
         await asyncio.sleep(0.001)
         generator = torch.Generator().manual_seed(sampling.seed)
@@ -76,8 +79,14 @@ class FakeEngine:
         self.version = str(version)
         held = {name: checksum(parameter) for name, parameter in self.model.named_parameters()}
         received, self.received = self.received, {}
-        self.open.set()
         return [Receipt(self.version, received, combine(held))]
+
+    async def resume(self) -> None:
+        self.joined = True
+        self.open.set()
+
+    async def alive(self) -> bool:
+        return self.joined
 
     @torch.no_grad()
     def _logprobs(self, ids: list[int], temperature: float) -> torch.Tensor:

@@ -22,13 +22,13 @@ MOMENTS: dict[str, tuple[object, str, Callable[[int], Callable[..., bool]]]] = {
     # The batch is trained, its version neither published nor recorded.
     "trained": (Publisher, "publish", lambda step: lambda _, version: version == step),
     # Everything is recorded; the groups of the next batch are in flight.
-    "recorded": (Producer, "batch", lambda step: lambda self, *_, **__: self.version == step),
+    "recorded": (Producer, "batch", lambda step: lambda self, *_, **__: self.step == step),
     # All files of the checkpoint are written, but for the manifest.
     "saving": (records, "commit", lambda step: lambda aside: checkpoint_step(aside.with_suffix("")) == step),
-    # The checkpoint of the best version is there; its model is neither exported nor noted.
-    "best": (Records, "export", lambda step: lambda _, run, path: path.name == "best" and run.step == step),
+    # The checkpoint of the best version is there; its model is exported, not in place, and nothing notes it.
+    "best": (Records, "promote", lambda step: lambda self: self.best["step"] == step),
     # All is done but the final export.
-    "ending": (Records, "export", lambda step: lambda _, run, path: path.name != "best" and run.step == step),
+    "ending": (Records, "export", lambda step: lambda _, run, path: path.name != "candidate" and run.step == step),
 }
 
 

@@ -7,6 +7,7 @@ import asyncio
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from molt.cli.args import parse
 from molt.config import RLConfig
@@ -47,10 +48,10 @@ def settings(*args, **kwargs) -> RLConfig:
     return parse(RLConfig, flags(*args, **kwargs), prog="test")
 
 
-def run(config: RLConfig) -> None:
+def run(config: RLConfig, engine_worker: Any = FakeEngineWorker) -> None:
     """One run in the Ray session that is there; raises what stopped it, out of its task groups."""
     try:
-        asyncio.run(drive(config, FakeEngineWorker))
+        asyncio.run(drive(config, engine_worker))
     except ExceptionGroup as group:
         while isinstance(group, ExceptionGroup):
             group = group.exceptions[0]

@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import time
+from contextlib import suppress
 from pathlib import Path
 
 from molt.agents import Env, Result, StepEnvRunner
@@ -16,17 +18,23 @@ class Sevens(Env):
         return Result(reward=action.count("7") / 4, info={"sevens": action.count("7")})
 
     async def misbehave(self, state):
-        """The label says what goes wrong: `raise`, `hang`, `nan`, or `die:FILE` once, until FILE exists."""
+        """The label says what goes wrong: `raise`, `hang`, `nan`; or `die:FILE`, `hang:FILE`, `block:FILE`, `deaf:FILE`
+        (it does not let itself be cancelled) once, until FILE exists."""
         label = state["label"] or ""
         if label == "raise":
             raise RuntimeError("the sandbox is gone")
         if label == "hang":
             await asyncio.sleep(3600)
-        if label.startswith("die:"):
-            flag = Path(label.split(":", 1)[1])
-            if not flag.exists():
-                flag.touch()
+        once, _, file = label.partition(":")
+        if file and not Path(file).exists():
+            Path(file).touch()
+            if once == "die":
                 os._exit(1)
+            if once == "block":
+                time.sleep(3600)
+            while True:
+                with suppress(asyncio.CancelledError if once == "deaf" else ()):
+                    await asyncio.sleep(3600)
 
 
 class AgentRunner(StepEnvRunner):

@@ -117,7 +117,7 @@ def test_failed_rollouts_are_never_trained_and_are_backfilled(ray_session, model
 
 
 @pytest.mark.parametrize(("label", "reason", "detail"), [
-    ("hang", "timeout", "rollout.timeout_s (=10)"), ("nan", "reward_not_finite", "sevens.py:11) returned reward nan"),
+    ("hang", "timeout", "rollout.timeout_s (=10)"), ("nan", "reward_not_finite", "sevens.py:13) returned reward nan"),
 ])  # fmt: skip
 def test_a_hanging_env_and_a_nan_reward_cost_their_group_alone(ray_session, model_dir, tmp_path, label, reason, detail):
     prompts = write_prompts(tmp_path / "p.jsonl", 21, {5: label})

@@ -6,12 +6,14 @@ compared with one that was left alone.
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -20,7 +22,7 @@ from molt import records
 from molt.errors import CheckpointError, ConfigError
 from molt.train.checkpoint import begin, checkpoint_step, latest_checkpoint
 from molt.types import Metric
-from tests.runs import events, flags, run, settings, trained_groups, write_prompts
+from tests.runs import events, flags, metrics, run, settings, trained_groups, write_prompts
 
 pytestmark = pytest.mark.ray
 ROOT = Path(__file__).parent.parent
@@ -103,6 +105,71 @@ def test_killed_with_groups_in_the_buffer_and_in_flight_every_prompt_is_trained_
     resumed_from = events(output, "resumed")[1]["step"]
     assert resumed_from in (4, 6) and buffered[resumed_from] > 0
     assert_one_lineage(output, 12, [f"0:{i}" for i in range(48)])
+    # The steps up to 7 were published: what is resumed goes out as version 8, and no token counts as older for that.
+    published = [event["version"] for event in events(output, "publication")]
+    assert published == list(range(8 + 13 - resumed_from))
+    assert max(metrics(output, "staleness/max")) <= 2
+
+
+def stored(output: Path) -> list[list[dict]]:
+    """Every trained token with its version, by step and group."""
+    columns = ["group_id", "rollout", "reward", "version_trained", "token_ids", "versions"]
+    return [pq.read_table(path, columns=columns).to_pylist() for path in sorted((output / "run/rollouts").iterdir())]
+
+
+def test_sigterm_anywhere_and_a_resume_train_what_an_undisturbed_run_does(
+    ray_session, model_dir, tmp_path, monkeypatch, capsys
+):
+    """In the middle of the first of two epochs, at its end, and after the last step, while it is saved."""
+    whole, parts, prompts = tmp_path / "whole", tmp_path / "parts", write_prompts(tmp_path / "p.jsonl", 8)
+    more = ("--train.async_queue_size", "0", "--train.num_episodes", "2", "--rollout.max_new_tokens", "16")
+    run(settings(model_dir, whole, prompts, *more))
+    step = records.Records.step
+    for last in (1, 2, 4):
+
+        async def then_stop(self, run, *args, last=last):
+            await step(self, run, *args)
+            if run.step == last:
+                os.kill(os.getpid(), signal.SIGTERM)
+                await asyncio.sleep(0.1)  # for the event loop to take it
+
+        with monkeypatch.context() as stopping:
+            stopping.setattr(records.Records, "step", then_stop)
+            run(settings(model_dir, parts, prompts, *more, "--ckpt.load_enable"))
+        assert lines(parts)[-1]["step"] == last and not (parts / "model.safetensors").exists()
+    assert "nothing is left" not in capsys.readouterr().out
+    run(settings(model_dir, parts, prompts, *more, "--ckpt.load_enable"))
+    assert "step 4: nothing is left to train. Raise --train.num_episodes" in capsys.readouterr().out
+    assert [event["step"] for event in events(parts, "resumed")] == [-1, 1, 2, 4]
+    # A resume publishes what it found under the version that it had.
+    assert [event["version"] for event in events(parts, "publication")] == [0, 1, 1, 2, 2, 3, 4, 4]
+    assert measured(parts) == measured(whole)
+    assert stored(parts) == stored(whole)
+    assert_same_bits(parts, whole)
+
+
+def test_sigterm_in_an_evaluation_saves_and_a_resume_measures_it(ray_session, model_dir, tmp_path, monkeypatch):
+    """One that runs beside training, and the last one."""
+    output, prompts = tmp_path / "out", write_prompts(tmp_path / "p.jsonl", 16)
+    more = ("--eval.dataset", prompts, "--eval.steps", "2", "--train.async_queue_size", "0")
+    candidate = records.Records.candidate
+    for last in (2, 4):
+
+        async def then_stop(self, run, last=last):
+            await candidate(self, run)
+            if run.step == last:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        with monkeypatch.context() as stopping:
+            stopping.setattr(records.Records, "candidate", then_stop)
+            run(settings(model_dir, output, prompts, *more, "--ckpt.load_enable"))
+        assert events(output, "checkpoint")[-1]["step"] == last and not (output / "candidate").exists()
+        assert last not in [event["version"] for event in events(output, "evaluation")]
+    run(settings(model_dir, output, prompts, *more, "--ckpt.load_enable"))
+    assert [event["version"] for event in events(output, "evaluation")] == [2, 4]
+    assert [line["step"] for line in lines(output) if "train/loss" in line] == [1, 2, 3, 4] and (
+        output / "best"
+    ).exists()
 
 
 def test_a_full_disk_stops_the_run_and_the_checkpoint_before_is_resumed(ray_session, model_dir, tmp_path, monkeypatch):

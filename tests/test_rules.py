@@ -288,6 +288,37 @@ BROKEN = [
         "--train.max_staleness 1",
     ),
     (
+        rules.stale_tokens_need_correction,
+        "rl",
+        "--train.partial_rollout_enable --algo.advantage.is_correction_level off",
+        ["(=True)", "(=off)"],
+        "of several policies",
+        "--algo.advantage.is_correction_level token",
+    ),
+    *(
+        (rules.kept_kv_needs_partial_rollouts, "rl", "--vllm.partial_kv keep", ["(=keep)", "(=False)"], "no KV", fix)
+        for fix in ("--train.partial_rollout_enable", "--vllm.partial_kv recompute")
+    ),
+    (
+        rules.determinism_needs_one_version,
+        "rl",
+        "--train.full_determinism_enable",
+        ["(=True)", "(=1)"],
+        "two runs would differ",
+        "--train.async_queue_size 0",
+    ),
+    *(
+        (
+            rules.replay_has_no_engines,
+            "rl",
+            "--train.rollout_replay_dir dump --eval.dataset e.jsonl",
+            ["(=dump)", "(=e.jsonl)"],
+            "starts no engines",
+            fix,
+        )
+        for fix in ("--train.rollout_replay_dir None", "--eval.dataset None")
+    ),
+    (
         rules.ratios_need_the_whole_distribution,
         "rl",
         "--rollout.top_p 0.9 --rollout.top_k 50",

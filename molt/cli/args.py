@@ -24,9 +24,12 @@ from typing import Any, Literal, TypeVar
 
 import tyro
 
-from molt.errors import ConfigError, MoltError, did_you_mean
+from molt.errors import ConfigError, LostError, MoltError, did_you_mean
 
 Config = TypeVar("Config")
+
+LOST = 3
+"""Exit code of a driver that lost engines or ranks for good: a new one may find others."""
 
 COLOUR = r"\x1b\[[\d;]*m"
 DOUBLE_NO = re.compile(rf",({COLOUR}| )*--[\w.]*\bno_no_\w+")
@@ -207,7 +210,8 @@ def _toml(value: Any) -> str:
 
 
 def run_command(command: Callable[[list[str]], int | None], argv: list[str]) -> int:
-    """Run a command and return its exit code. A MoltError is printed without traceback: 2 for a ConfigError, else 1.
+    """Run a command and return its exit code. A MoltError is printed without traceback: 2 for a ConfigError, `LOST` for
+    processes that are gone for good, else 1.
 
     Exits silently when the reader of stdout is gone (`molt rl --help | head`).
     """
@@ -217,7 +221,7 @@ def run_command(command: Callable[[list[str]], int | None], argv: list[str]) -> 
         return code
     except MoltError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+        return 2 if isinstance(error, ConfigError) else LOST if isinstance(error, LostError) else 1
     except BrokenPipeError:
         if not _reader_has_left():
             raise

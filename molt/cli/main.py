@@ -17,7 +17,7 @@ CHECKS = {
 HELP = """molt trains agents with reinforcement learning.
 
   molt demo                a tiny model learns a task on this machine; minutes on 2 CPU cores
-  molt rl ...              asynchronous reinforcement learning of an agent
+  molt rl ...              asynchronous reinforcement learning of an agent; --supervise restarts a driver that dies
   molt sft ...             supervised fine-tuning
   molt eval ...            the score of a model on a dataset; same flags as rl, no trainer is built
   molt check rl|sft|eval   everything that can be checked without loading weights; same flags
@@ -58,7 +58,9 @@ def report(argv: list[str]) -> int:
 
 
 def rl(argv: list[str]) -> int | None:
-    """`molt rl`: the advice, then the trainer, which starts with its own checks."""
+    """`molt rl`: the advice, then the trainer, which starts with its own checks; --supervise starts it again."""
+    if "--supervise" in argv:
+        return import_module("molt.cli.supervise").supervise([flag for flag in argv if flag != "--supervise"])
     from molt.cli.advice import advise
     from molt.cli.check import check_or_raise, show
 

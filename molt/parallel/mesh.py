@@ -50,6 +50,12 @@ def single_threaded_on_cpu(device: torch.device) -> None:
         torch.set_num_threads(1)
 
 
+def seed(value: int, *, deterministic: bool) -> None:
+    """Of everything random in this process. deterministic: only kernels that give equal bits for equal inputs."""
+    torch.manual_seed(value)
+    torch.use_deterministic_algorithms(deterministic)
+
+
 def init_distributed(
     rank: int, world_size: int, master_address: str, master_port: int, device: torch.device, timeout_s: float = 1800.0
 ) -> DeviceMesh:

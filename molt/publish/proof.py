@@ -68,24 +68,28 @@ def check_transport(sent: Mapping[str, int], receipts: Sequence[Receipt], versio
         if receipt.version != str(version):
             raise PublicationError(
                 f"{where}: the engine echoes version {receipt.version!r}. Its tokens would carry a wrong version, "
-                "so the run stops. Another process may be publishing to the same engine."
+                "so the run stops. Another process may be publishing to the same engine.",
+                worker=worker,
             )
         if missing := sorted(set(sent) - set(receipt.checksums)):
             raise PublicationError(
                 f"{where}: tensor {missing[0]!r} was sent and did not arrive ({len(missing)} missing). The engine "
-                "would sample from a mixture of two policies, so the run stops. Check the transfer back end."
+                "would sample from a mixture of two policies, so the run stops. Check the transfer back end.",
+                worker=worker,
             )
         if extra := sorted(set(receipt.checksums) - set(sent)):
             raise PublicationError(
                 f"{where}: tensor {extra[0]!r} arrived and was never sent ({len(extra)} unknown). A tensor was renamed "
-                "in transit, so the run stops. Check the transfer back end."
+                "in transit, so the run stops. Check the transfer back end.",
+                worker=worker,
             )
         for name, value in sent.items():
             if receipt.checksums[name] != value:
                 raise PublicationError(
                     f"{where}: tensor {name!r} arrived with other bytes (checksum {receipt.checksums[name]:016x}, "
                     f"sent {value:016x}). The engine would sample from another policy, so the run stops. Check the "
-                    "transfer back end and the memory of the node."
+                    "transfer back end and the memory of the node.",
+                    worker=worker,
                 )
 
 
@@ -98,13 +102,15 @@ def check_digests(receipts: Sequence[Receipt], workers_per_engine: int) -> None:
             raise PublicationError(
                 f"engine {odd[0]} holds other weights than engine 0 (rank {rank}: {digests[odd[0]]:016x} against "
                 f"{digests[0]:016x}) although both received the same. Their samples would come from two policies, so "
-                "the run stops. Restart the engines."
+                "the run stops. Restart the engines.",
+                worker=odd[0] * workers_per_engine + rank,
             )
 
 
 def check_in_use(sent: tuple[int, int], held: Sequence[tuple[int, int]]) -> None:
     """Raise if the trainer's weights changed since the last publication and an engine's did not: `(before, now)`.
 
+    Names no worker to be replaced: all hold the same by now (`check_digests`), so a new one would do as they do.
     sent: digest of what was sent. held: digest of what each engine worker holds.
     """
     if sent[0] == sent[1]:
@@ -126,13 +132,21 @@ def compare_probe(trainer: Sequence[np.ndarray], engine: Sequence[np.ndarray]) -
     return {"mismatch/abs_max": Metric(float(gap.max())), "mismatch/abs_mean": Metric(float(gap.sum()), len(gap))}
 
 
-def check_probe(metrics: Mapping[str, Metric], *, bound: float, use_max: bool, version: int) -> None:
-    """Raise if trainer and engine disagree by more than `bound` (nats; NaN disagrees)."""
+def check_probe(
+    engines: Sequence[Mapping[str, Metric]], *, bound: float, use_max: bool, version: int, workers_per_engine: int = 1
+) -> None:
+    """Raise if the trainer and any engine disagree by more than `bound` (nats; NaN disagrees).
+
+    The error names an engine only if another one agrees: what all have in common a restart does not mend.
+    """
     name = "mismatch/abs_max" if use_max else "mismatch/abs_mean"
-    value = values(metrics)[name]
-    if not value <= bound:
+    found = [values(metrics)[name] for metrics in engines]
+    wrong = [index for index, value in enumerate(found) if not value <= bound]
+    if wrong:
         raise PublicationError(
-            f"{name} is {value:.3g} at version {version}, above train.parity_bound (={bound:g}): the weights were "
-            "received, not in use, or the two forward passes differ. Every gradient would be off-policy in a way no "
-            "ratio corrects, so the run stops. Compare dtypes (vllm.dtype, fsdp.param_dtype) and the engine's packing."
+            f"{name} is {found[wrong[0]]:.3g} at engine {wrong[0]}, version {version}, above train.parity_bound "
+            f"(={bound:g}): the weights were received, not in use, or the two forward passes differ. Every gradient "
+            "would be off-policy in a way no ratio corrects, so the run stops. Compare dtypes (vllm.dtype, "
+            "fsdp.param_dtype) and the engine's packing.",
+            worker=wrong[0] * workers_per_engine if len(wrong) < len(found) else None,
         )

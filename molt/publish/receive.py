@@ -19,6 +19,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from molt.errors import PublicationError
 from molt.publish.proof import checksum, combine
 
 
@@ -47,6 +48,11 @@ class ShmTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: ShmUpdateInfo) -> None:
+        if not os.path.exists(update_info.path):
+            raise PublicationError(
+                f"{update_info.path} is not on this engine's machine: on CPUs weights go through shared memory, so the "
+                "engines would keep the old policy. Start Ray on one machine, or use GPUs."
+            )
         with safe_open(update_info.path, "pt", device="cpu") as file:
             self.model.load_weights((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
 

@@ -48,9 +48,11 @@ class RunLog(ExitStack):
         self._console.print(header, markup=False, highlight=False)
         run_dir.mkdir(parents=True, exist_ok=True)
         self._events = self.enter_context(_append_to(run_dir / "events.jsonl"))
+        self._metrics: IO[str] | None = None
         if resume_step is not None:
-            self.event("resumed", step=resume_step, abandoned_steps=_abandon(run_dir, resume_step))
-        self._metrics = self.enter_context(_append_to(run_dir / "metrics.jsonl"))
+            self.abandon(resume_step)
+        else:
+            self._open_metrics()
         self._tensorboard = None
         if logger.tensorboard_dir is not None:
             from torch.utils.tensorboard import SummaryWriter  # slow, and most runs do without
@@ -61,6 +63,27 @@ class RunLog(ExitStack):
         no_terminal = not self._console.is_terminal
         self._progress = self.enter_context(Progress(console=self._console, transient=True, disable=no_terminal))
         self._task = self._progress.add_task("", total=total_steps, completed=resume_step or 0)
+
+    def abandon(self, step: int) -> None:
+        """Go on after `step`: what is later moves aside. -1: from the beginning."""
+        if self._metrics is not None:
+            self._metrics.close()
+        self.event("resumed", step=step, abandoned_steps=_abandon(self.run_dir, step))
+        self._open_metrics()
+
+    def evaluated(self, step: int) -> bool:
+        """Whether the metrics of `step` have an evaluation."""
+        records = read_jsonl(self.run_dir / "metrics.jsonl")
+        return any(r["step"] == step and any(name.startswith("eval/") for name in r) for r in records)
+
+    @property
+    def published(self) -> int:
+        """The highest version that was ever published in this directory, or -1."""
+        events = read_jsonl(self.run_dir / "events.jsonl")
+        return max((event["version"] for event in events if event["kind"] == "publication"), default=-1)
+
+    def _open_metrics(self) -> None:
+        self._metrics = self.enter_context(_append_to(self.run_dir / "metrics.jsonl"))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append the metrics of a step everywhere. A step may come in several parts (its evaluation is later)."""

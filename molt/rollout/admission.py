@@ -1,16 +1,17 @@
 """Admission and batching: when a group may start, and which groups a training batch takes.
 
 B = `rollout.batch_size` groups per batch, Q = `train.async_queue_size`, M = `train.max_staleness` >= Q.
-Batch k is trained from the weights of version k and publishes k + 1. A group is open from its start until
-the batch that trains it is published, or until it is discarded. All functions are pure.
+Batch k is trained at step k, when k batches are, and makes step k + 1. A group is open from its start until
+the batch that trains it is published, or until it is discarded. All functions are pure. They are asked after every
+group that ends, so they look at a `Tally`, not at the groups.
 
 **No token is trained more than M batches after its weights.** Sort the open groups that are not in
-training by start version, v_0 <= v_1 <= ...; in the worst case they are trained in that order, the i-th in
+training by start step, v_0 <= v_1 <= ...; in the worst case they are trained in that order, the i-th in
 batch k + i // B, where k is the next batch to be taken. Invariant: `v_i + M >= k + i // B` for all i
 (`in_time`). Every event keeps it:
 
-* a start: the new group is last, and its version is the published one. At most (1 + Q) * B are open, so
-  i // B <= Q <= M. While a batch trains, the published version is one less than the next batch, but the
+* a start: the new group is last, and its step is that of the published weights. At most (1 + Q) * B are open, so
+  i // B <= Q <= M. While a batch trains, the published step is one less than the next batch, but the
   batch's B groups are still open, so i // B <= Q - 1.
 * a discard: the others only move forward.
 * taking a batch: `select_batch` checks it for the rest before it lets a straggler be passed over.
@@ -23,10 +24,39 @@ With i < B it says k - v <= M for every group of a batch, and no token is older 
 replacement at once. When the stream has ended, what is left is the last batch.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable
 
 from molt.errors import TrainingError
 from molt.types import Group
+
+
+class Tally:
+    """How many groups of each start step are open, and how many of those are finished. No count is zero."""
+
+    def __init__(self, groups: Iterable[Group] = ()):
+        self.open: Counter[int] = Counter()
+        self.finished: Counter[int] = Counter()
+        for group in groups:
+            self.add(group)
+
+    @property
+    def in_flight(self) -> int:
+        return self.open.total() - self.finished.total()
+
+    def add(self, group: Group) -> None:
+        self.open[group.start_step] += 1
+        if group.finished:
+            self.finish(group)
+
+    def finish(self, group: Group) -> None:
+        self.finished[group.start_step] += 1
+
+    def remove(self, group: Group) -> None:
+        for counts in (self.open, self.finished) if group.finished else (self.open,):
+            counts[group.start_step] -= 1
+            if not counts[group.start_step]:
+                del counts[group.start_step]
 
 
 def may_start(open_groups: int, in_flight: int, *, batch_size: int, queue: int, generate_batch_size: int) -> bool:
@@ -37,35 +67,50 @@ def may_start(open_groups: int, in_flight: int, *, batch_size: int, queue: int, 
     return open_groups < (1 + queue) * batch_size and in_flight < generate_batch_size
 
 
-def in_time(groups: Sequence[Group], *, version: int, batch_size: int, max_staleness: int) -> bool:
-    """Whether all groups can still be trained in time, from batch `version` on: `v_i + M >= version + i // B`."""
-    starts = sorted(group.start_version for group in groups)
-    return all(v + max_staleness >= version + i // batch_size for i, v in enumerate(starts))
+def in_time(starts: Counter[int], *, step: int, batch_size: int, max_staleness: int) -> bool:
+    """Whether all groups can still be trained in time, from batch `step` on: `v_i + M >= step + i // B`.
+
+    starts: groups by start step, none zero. The last of equal steps is the one to ask for.
+    """
+    last = -1
+    for v, count in sorted(starts.items()):
+        last += count
+        if v + max_staleness < step + last // batch_size:
+            return False
+    return True
 
 
 def select_batch(
-    groups: Sequence[Group], *, version: int, batch_size: int, max_staleness: int, exhausted: bool = False
+    groups: Iterable[Group], tally: Tally, *, step: int, batch_size: int, max_staleness: int, exhausted: bool = False
 ) -> list[Group] | None:
-    """The groups of batch `version`, oldest start first, or None to wait for more to finish.
+    """The groups of batch `step`, oldest start first, or None to wait for more to finish.
 
     Takes the B oldest finished groups if all others can then still be trained in time (module docstring).
-    groups: all open groups, in any order. version: k, the published version that the batch is trained from.
+    groups: all open groups, in any order; `tally` is theirs. step: k, the batches trained so far.
     exhausted: no group can start any more; fewer than B open groups are then one last batch, once all are finished.
     Raises `TrainingError` when the open groups cannot be trained in time in any order, which no sequence of
     starts, discards and batches under one setting can bring about.
     """
-    if not in_time(groups, version=version, batch_size=batch_size, max_staleness=max_staleness):
-        oldest = min(group.start_version for group in groups)
+    if not in_time(tally.open, step=step, batch_size=batch_size, max_staleness=max_staleness):
         raise TrainingError(
-            f"{len(groups)} open groups, the oldest of version {oldest}, cannot be trained within "
-            f"`train.max_staleness` (={max_staleness}) of their weights, in batches of {batch_size} from version "
-            f"{version} on: waiting would never end. Resume with the settings that the buffer was filled with."
+            f"{tally.open.total()} open groups, the oldest of step {min(tally.open)}, cannot be trained within "
+            f"`train.max_staleness` (={max_staleness}) of their weights, in batches of {batch_size} from step "
+            f"{step} on: waiting would never end. Resume with the settings that the buffer was filled with."
         )
-    finished = sorted((g for g in groups if g.finished), key=lambda g: (g.start_version, g.order))
-    batch = finished[:batch_size]
-    if len(batch) < batch_size:
-        return batch if exhausted and batch and len(batch) == len(groups) else None
-    taken = {group.order for group in batch}
-    rest = [group for group in groups if group.order not in taken]
-    can_wait = in_time(rest, version=version + 1, batch_size=batch_size, max_staleness=max_staleness)
-    return batch if can_wait else None
+    taken = _oldest(tally.finished, batch_size)
+    if taken.total() < batch_size:
+        ready = exhausted and bool(taken) and taken == tally.open
+    else:
+        rest = tally.open - taken
+        ready = in_time(rest, step=step + 1, batch_size=batch_size, max_staleness=max_staleness)
+    if not ready:
+        return None
+    return sorted((g for g in groups if g.finished), key=lambda g: (g.start_step, g.order))[:batch_size]
+
+
+def _oldest(starts: Counter[int], count: int) -> Counter[int]:
+    """The start steps of the `count` oldest, or of all if they are fewer."""
+    taken: Counter[int] = Counter()
+    for v in sorted(starts):
+        taken[v] = min(starts[v], count - taken.total())
+    return +taken

@@ -24,7 +24,7 @@ def save_buffer(directory: Path, groups: Sequence[Group], samples: Sequence[list
         {
             "epoch": group.prompt.epoch,
             "position": group.prompt.position,
-            "start_version": group.start_version,
+            "start_step": group.start_step,
             "rollouts": [_record(rollout) for rollout in group.rollouts],
         }
         for group in groups
@@ -42,7 +42,7 @@ def load_buffer(
     for order, record in enumerate(json.loads((directory / "buffer.json").read_text())):
         prompt = prompt_at(record["epoch"], record["position"])
         rollouts = [_rollout(fields) for fields in record["rollouts"]]
-        groups.append(Group(prompt, order, record["start_version"], rollouts))
+        groups.append(Group(prompt, order, record["start_step"], rollouts))
         samples.append([])
         for rollout in rollouts:
             samples[-1].append([])

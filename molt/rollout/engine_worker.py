@@ -34,8 +34,17 @@ class EngineSettings:
     """`cpu` or an accelerator; on a CPU the engine is started by fork, without compilation."""
     vllm: VllmConfig = field(default_factory=VllmConfig)
     weight_transfer: str = "shm"
+    partial_rollouts: bool = False
+    """A publication interrupts running requests, which then go on under the new weights."""
+    deterministic: bool = False
+    """What a request gets does not depend on what else runs."""
     extension: str = "molt.publish.receive.EngineExtension"
     """Mixed into vLLM's worker; its module registers the transfer back end."""
+
+    @property
+    def keeps_kv(self) -> bool:
+        """A request that a publication interrupts keeps the KV of the weights before it."""
+        return self.partial_rollouts and self.vllm.partial_kv == "keep"
 
 
 @dataclass(frozen=True)
@@ -51,7 +60,10 @@ class Sampling:
 
 
 class Engine(Protocol):
-    """What the rollout side and the publication need of an engine."""
+    """What the rollout side and the publication need of an engine.
+
+    An engine that was started serves nobody before `resume`; a publication is start, update, finish, commit, resume.
+    """
 
     async def generate(
         self, request_id: str, prompt_ids: list[int], sampling: Sampling, media: Sequence[Media] = ()
@@ -62,6 +74,8 @@ class Engine(Protocol):
     async def update_weights(self, info: dict[str, Any]) -> None: ...
     async def finish_weight_update(self, weight_version: str | None = None) -> None: ...
     async def commit(self, version: int) -> list[Receipt]: ...
+    async def resume(self) -> None: ...
+    async def alive(self) -> bool: ...
 
 
 class VllmEngine:
@@ -69,10 +83,16 @@ class VllmEngine:
 
     def __init__(self, settings: EngineSettings):
         self.settings = settings
+        self.version = 0
+        self.joined = False
+        """It has had weights of the trainer, or was told to serve its own."""
+        self._open = asyncio.Event()
+        """Closed while a publication runs."""
+        self._updating = False
         self._scored = 0
 
     async def start(self) -> None:
-        """Load the model; after this the engine holds its own copy of the initial weights, version "0"."""
+        """Load the model; after this the engine holds its own copy of the initial weights, version 0."""
         from vllm.v1.engine.async_llm import AsyncLLM
 
         arguments = _engine_arguments(self.settings)
@@ -85,6 +105,7 @@ class VllmEngine:
         await self.llm.collective_rpc("molt_watch_owner", args=(os.getpid(),))
         await self.llm.collective_rpc("molt_record_weights")
         await self.llm.update_weight_version("0")
+        await self.llm.get_supported_tasks()  # known from now on, so `_final` need not wait for them
 
     async def generate(
         self, request_id: str, prompt_ids: list[int], sampling: Sampling, media: Sequence[Media] = ()
@@ -93,7 +114,8 @@ class VllmEngine:
 
         media: the images of the prompt in order, their tokens already in `prompt_ids`.
 
-        Raises `EngineError` when vLLM aborts the request or is dead, or puts other tokens in the place of an image.
+        Raises `EngineError` when vLLM aborts the request or is dead, when the engine was restarted and waits for
+        weights, or when vLLM puts other tokens in the place of an image.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -111,6 +133,14 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
+        if not self.joined:
+            raise EngineError(f"request {request_id}: the engine was restarted and has no weights of the trainer yet")
+        await self._open.wait()
+        if media and self.settings.keeps_kv:
+            raise EngineError(
+                f"request {request_id} shows images, and vLLM reads them before it takes the salt that tells the KV of "
+                "two versions apart. Use --vllm.partial_kv recompute."
+            )
         try:
             shown = await asyncio.to_thread(_shown, prompt_ids, media) if media else {"prompt_token_ids": prompt_ids}
             final = await self._final(shown, params, request_id)
@@ -153,10 +183,19 @@ class VllmEngine:
         return np.asarray(values, np.float32)
 
     async def _final(self, prompt: dict[str, Any], params: Any, request_id: str) -> Any:
-        """vLLM's one output of a request with `FINAL_ONLY`."""
-        from vllm import TokensPrompt
+        """vLLM's one output of a request with `FINAL_ONLY`.
 
-        async for output in self.llm.generate(TokensPrompt(**prompt), params, request_id):
+        Nothing is awaited between the gate in `generate` and vLLM's queue (that is why the prompt is one that vLLM need
+        not render), so a request carries the salt of the weights it starts under.
+        """
+        from vllm import TokensPrompt
+        from vllm.inputs.engine import tokens_input
+
+        if "multi_modal_data" in prompt:
+            asked = TokensPrompt(**prompt)
+        else:
+            asked = tokens_input(**prompt, cache_salt=str(self.version) if self.settings.keeps_kv else None)
+        async for output in self.llm.generate(asked, params, request_id):
             final = output
         return final
 
@@ -166,25 +205,54 @@ class VllmEngine:
         await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
 
     async def start_weight_update(self) -> None:
-        """Let running requests finish, hold new ones, drop every cache; then open the update."""
-        await self.llm.pause_generation(mode="wait", clear_cache=True)
+        """Let running requests finish or hold them where they are, hold new ones, drop the caches; open the update.
+
+        An update that was interrupted before is closed first: the new one overwrites what it left.
+        """
+        self._open.clear()
+        mode = "keep" if self.settings.partial_rollouts else "wait"
+        await self.llm.pause_generation(mode=mode, clear_cache=not self.settings.keeps_kv)
+        if self._updating:
+            await self.llm.finish_weight_update()
         await self.llm.start_weight_update()
+        self._updating = True
 
     async def update_weights(self, info: dict[str, Any]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        await self.llm.update_weights(WeightTransferUpdateRequest(update_info=info))
+        try:
+            await self.llm.update_weights(WeightTransferUpdateRequest(update_info=info))
+        except BaseException:
+            self._updating = False  # vLLM closes the session of an update that fails
+            raise
 
     async def finish_weight_update(self, weight_version: str | None = None) -> None:
         await self.llm.finish_weight_update(weight_version)
+        self._updating = False
 
     async def commit(self, version: int) -> list[Receipt]:
-        """Stamp the new version, resume, and report what every worker received and holds."""
+        """Stamp the new version, and report what every worker received and holds. Requests stay held."""
         await self.llm.update_weight_version(str(version))
         reports = await self.llm.collective_rpc("molt_receipt")
         echoed = await self.llm.get_weight_version()
-        await self.llm.resume_generation()
+        self.version = version
         return [Receipt(echoed, received, digest) for received, digest in reports]
+
+    async def resume(self) -> None:
+        """Serve: the requests that were held, and new ones."""
+        await self.llm.resume_generation()
+        self.joined = True
+        self._open.set()
+
+    async def alive(self) -> bool:
+        """Whether it serves. Answers only if vLLM's engine core does; raises `EngineError` when that is dead."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            await self.llm.is_paused()  # goes to the core and back, between two steps
+        except EngineDeadError as error:
+            raise EngineError(f"its engine core is dead: {error!r}") from error
+        return self.joined
 
 
 @ray.remote(max_concurrency=16384)
@@ -225,6 +293,8 @@ def _engine_arguments(settings: EngineSettings):
         extra |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, settings.max_model_len)}
         if settings.vllm.tensor_parallel_size == 1:
             extra["distributed_executor_backend"] = "uni"
+        if settings.deterministic:
+            extra["max_num_seqs"] = 1  # the CPU kernels round differently for other batch sizes
     else:
         extra = {"gpu_memory_utilization": settings.vllm.gpu_memory_utilization}
     return AsyncEngineArgs(

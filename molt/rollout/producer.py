@@ -9,31 +9,50 @@ The policy of *when* is pure and lives in `admission.py`; this file moves groups
 
 import asyncio
 import itertools
+import sys
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import ObjectLostError, RayActorError
 
+from molt.chat.collector import collect_rarely
 from molt.config import RolloutConfig
 from molt.data.prompts import PromptStream
 from molt.data.rows import UnusableRow
-from molt.errors import AgentError, FailureRateError, MoltError, StalledError
-from molt.rollout.admission import may_start, select_batch
+from molt.errors import AgentError, FailureRateError, LostError, MoltError, StalledError
+from molt.rollout.admission import Tally, may_start, select_batch
 from molt.rollout.runner_worker import GroupResult, GroupTask, group_task
+from molt.rollout.watchdog import RolloutState, table
 from molt.types import Group, InfraFailure, Metric, Prompt, Sample
 
 MIN_ATTEMPTS = 50
 """Rollout attempts before a failure rate means anything."""
 GRACE_S = 60.0
 """What a runner may take beyond the deadlines it enforces itself."""
+STARTS = 32
+"""Groups that start in one callback of the event loop."""
+LOADING_S = 300.0
+"""A new runner need not answer for so long: it loads its agent."""
 
 
 def own(samples: list[list[Sample]]) -> ray.ObjectRef:
     """A reference, owned by the driver, to samples that came from a checkpoint."""
     return ray.put(samples)
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """A group that a runner has."""
+
+    runner: ray.actor.ActorHandle
+    since: float
+    """As of `time.monotonic`."""
+    again: asyncio.Future
+    """Done when it is to begin again."""
 
 
 class RunnerPool:
@@ -42,13 +61,34 @@ class RunnerPool:
     `spawn(name)` starts a runner process; the pool owns them and replaces the ones it loses.
     """
 
-    def __init__(self, spawn: Callable[[str], ray.actor.ActorHandle], count: int, *, deadline_s: float, attempts: int):
+    def __init__(
+        self,
+        spawn: Callable[[str], ray.actor.ActorHandle],
+        count: int,
+        *,
+        deadline_s: float,
+        attempts: int,
+        silence_s: float = 600.0,
+        max_restarts: int = 3,
+    ):
+        """deadline_s: for one attempt at a group. silence_s: a runner that says nothing for so long is replaced.
+
+        max_restarts: of one runner, without an answer in between.
+        """
         self.spawn = spawn
-        self.names = itertools.count(count)
-        self.runners = [spawn(f"runner{index}") for index in range(count)]
-        self.deadline_s = deadline_s
-        self.attempts = attempts
+        self.names = itertools.count()
+        self.deadline_s, self.attempts, self.silence_s = deadline_s, attempts, silence_s
+        self.max_restarts = max_restarts
+        self.on_event: Callable[..., None] = lambda kind, **fields: None
+        self._seen: dict[Any, tuple[float, list[RolloutState] | None]] = {}
+        """By runner, when it was started or last answered, and what it said then; None: it never answered."""
+        self.runners = [self._spawn() for _ in range(count)]
         self.in_flight = [0] * count
+        self._in_vain = [0] * count
+        """Replacements of each runner since one of it last answered."""
+        self._open: dict[str, Dispatch] = {}
+        """By group in flight, where it is."""
+        self._lag_s = 0.0
 
     async def ready(self) -> None:
         """Returns when every runner has loaded its agent; raises what its constructor raised."""
@@ -66,23 +106,96 @@ class RunnerPool:
             runner = self.runners[index]
             self.in_flight[index] += 1
             result, samples = runner.run_group.options(num_returns=2).remote(task)
+            # The samples are copied to this node, so that a finished group does not go with the node of its runner.
+            answer, again = asyncio.gather(result, samples), asyncio.get_running_loop().create_future()
+            self._open[task.prompt.group_id] = Dispatch(runner, time.monotonic(), again)
             try:
-                async with asyncio.timeout(self.deadline_s):
-                    return await result, samples
-            except (TimeoutError, RayActorError):
-                # Dead, or its event loop is blocked (an env that never awaits): only a new process helps.
-                self._replace(index, runner)
+                await asyncio.wait((answer, again), timeout=self.deadline_s, return_when=asyncio.FIRST_COMPLETED)
+                if answer.done():
+                    found, _ = answer.result()
+                    self._in_vain[index] = 0
+                    return found, samples
+                if again.done():
+                    ray.cancel(result)
+                else:  # its event loop is blocked (an env that never awaits): only a new process helps
+                    self._replace(index, runner, f"no end of a group within {self.deadline_s:.0f} s")
+            except RayActorError as error:
+                self._replace(index, runner, repr(error).strip().splitlines()[-1])
+            except ObjectLostError:
+                continue  # its node is gone, which `states` will notice
             except asyncio.CancelledError:
                 ray.cancel(result)
                 raise
             finally:
+                answer.cancel()  # nobody would retrieve what it raises
                 self.in_flight[index] -= 1
-        raise InfraFailure("runner", f"no runner finished the group within {self.attempts} x {self.deadline_s:.0f} s")
+                del self._open[task.prompt.group_id]
+        raise InfraFailure("runner", f"no runner finished the group in {self.attempts} attempts")
 
-    def _replace(self, index: int, lost: ray.actor.ActorHandle) -> None:
+    def again(self, group_ids: set[str]) -> None:
+        """Begin these groups again, which counts as an attempt at each."""
+        for group_id in group_ids & self._open.keys():
+            if not self._open[group_id].again.done():
+                self._open[group_id].again.set_result(None)
+
+    async def states(self) -> list[RolloutState]:
+        """What every rollout in flight does. A runner that is dead, or does not answer, is replaced."""
+        found = await asyncio.gather(*map(self._states_of, self.runners))
+        return [state for states in found for state in states]
+
+    def take_lag_s(self) -> float:
+        """The worst lag of a runner's event loop since the last call."""
+        worst, self._lag_s = self._lag_s, 0.0
+        return worst
+
+    async def _states_of(self, runner: ray.actor.ActorHandle) -> list[RolloutState]:
+        try:
+            async with asyncio.timeout(self.silence_s):
+                states, lag_s = await runner.states.remote()
+        except (TimeoutError, RayActorError) as error:
+            since, said = self._seen.get(runner, (0.0, []))
+            if isinstance(error, TimeoutError) and said is None and time.monotonic() - since < LOADING_S:
+                return []
+            silent = f"no answer within train.watchdog_s (={self.silence_s:g})"
+            reason = silent if isinstance(error, TimeoutError) else repr(error).strip().splitlines()[-1]
+            if runner in self.runners:
+                self._replace(self.runners.index(runner), runner, reason)
+            return []
+        self._seen[runner] = time.monotonic(), states
+        if runner in self.runners:
+            self._in_vain[self.runners.index(runner)] = 0
+        self._lag_s = max(self._lag_s, lag_s)
+        return states
+
+    def _spawn(self) -> ray.actor.ActorHandle:
+        runner = self.spawn(f"runner{next(self.names)}")
+        self._seen[runner] = time.monotonic(), None
+        return runner
+
+    def _replace(self, index: int, lost: ray.actor.ActorHandle, reason: str) -> None:
         if self.runners[index] is lost:  # every group it had comes here; the first replaces it
+            states = self._unheard_of(lost, index) + (self._seen.pop(lost)[1] or [])
+            print(f"runner {index} is replaced: {reason}\n{table(states)}", file=sys.stderr)
+            self.on_event("runner_lost", runner=index, in_flight=self.in_flight[index], reason=reason)
             ray.kill(lost)
-            self.runners[index] = self.spawn(f"runner{next(self.names)}")
+            self._in_vain[index] += 1
+            if self._in_vain[index] > self.max_restarts:
+                raise LostError(
+                    f"runner {index} was replaced {self.max_restarts} times in a row (train.max_restarts) and never "
+                    f"answered: the run stops. The last one: {reason}. Mend what its output says (a lack of memory?), "
+                    "then resume with --ckpt.load_enable."
+                )
+            self.runners[index] = self._spawn()
+
+    def _unheard_of(self, runner: ray.actor.ActorHandle, index: int) -> list[RolloutState]:
+        """The groups that a runner has and did not speak of when it last answered."""
+        known = {state.group_id for state in self._seen.get(runner, (0.0, None))[1] or []}
+        ages = {
+            group_id: time.monotonic() - sent.since
+            for group_id, sent in self._open.items()
+            if sent.runner is runner and group_id not in known
+        }
+        return [RolloutState(group_id, 0, f"runner{index}", "runner", 0, age, age) for group_id, age in ages.items()]
 
 
 @dataclass
@@ -93,33 +206,43 @@ class FailureWindow:
     recent: deque[str | None]
     """Reason of a failed attempt, None of a good one."""
     details: dict[str, str]
+    failed: int = 0
+    """How many of `recent` failed."""
 
     def add(self, failures: Sequence[InfraFailure], good: bool) -> None:
         """Count one rollout's attempts. Raises as `check` does."""
         for failure in failures:
             self.details[failure.reason] = failure.detail
-            self.recent.append(failure.reason)
+            self._add(failure.reason)
         if good:
-            self.recent.append(None)
+            self._add(None)
         self.check(MIN_ATTEMPTS)
 
     def check(self, min_attempts: int) -> None:
         """Raise `FailureRateError` with the table of reasons when too many of at least `min_attempts` failed."""
-        reasons = Counter(reason for reason in self.recent if reason)
-        failed = sum(reasons.values())
-        if len(self.recent) >= min_attempts and failed > self.limit * len(self.recent):
+        if len(self.recent) >= min_attempts and self.failed > self.limit * len(self.recent):
+            reasons = Counter(reason for reason in self.recent if reason is not None)
             table = "\n".join(
                 f"  {count:5d}  {reason}: {self.details[reason]}" for reason, count in reasons.most_common()
             )
             raise FailureRateError(
-                f"{failed} of the last {len(self.recent)} rollout attempts failed, above rollout.max_failure_rate "
+                f"{self.failed} of the last {len(self.recent)} rollout attempts failed, above rollout.max_failure_rate "
                 f"(={self.limit:g}). Training on would see a biased part of the task, so the run stops; nothing that "
                 f"failed was trained. Mend agent or engine, then resume with --ckpt.load_enable. By reason:\n{table}"
             )
 
+    def _add(self, reason: str | None) -> None:
+        if len(self.recent) == self.recent.maxlen:
+            self.failed -= self.recent[0] is not None
+        self.recent.append(reason)
+        self.failed += reason is not None
+
 
 class Producer:
     """Owns every open group, from its start until it is trained and published or discarded."""
+
+    NOTHING = {"position": 0, "in_flight": [], "filter": [0, 0]}
+    """The ledger of a run that has not begun."""
 
     def __init__(
         self,
@@ -137,15 +260,17 @@ class Producer:
         self.stream, self.runners, self.config = stream, runners, config
         self.queue, self.max_staleness = queue, max_staleness
         self.on_event = on_event
-        self.version = 0
-        self.stopping = self.ended = False
+        self.step = 0
+        self.ended = self.paused = False
+        self.stopped = asyncio.Event()
         self.position = 0
         self.open: dict[str, Group] = {}
+        self.tally = Tally()
+        """Of `open`."""
         self.restarts: deque[Prompt] = deque()
         self.lost: list[Prompt] = []
         """Discarded because the infrastructure failed; a run that stops for it gives them another chance."""
-        window = max(200, 4 * config.batch_size * config.n_samples_per_prompt)
-        self.failures = FailureWindow(config.max_failure_rate, deque(maxlen=window), {})
+        self.failures = self._no_failures()
         self.metrics: list[dict[str, Metric]] = []
         self.error: MoltError | None = None
         self._changed = asyncio.Event()
@@ -156,26 +281,42 @@ class Producer:
         A `MoltError` is handed to the learner at its next `batch`, between two steps, where the state of
         trainer and ledger agree and can be saved.
         """
+        collect_rarely()
         try:
-            async with asyncio.TaskGroup() as tasks:
-                while True:
-                    while self._may_start() and (prompt := self._next_prompt()) is not None:
-                        group = Group(prompt, self._order(prompt), self.version)
-                        self.open[prompt.group_id] = group
-                        tasks.create_task(self._fill(group))
-                    if self.exhausted:
-                        break
-                    await self._change()
+            await self._fill_all()
             self.failures.check(min_attempts=1)  # a short run that only failed must not end as a success
         except* MoltError as errors:
             self.error = errors.exceptions[0]
         self.ended = True
         self._notify()
 
+    def fail(self, error: MoltError) -> None:
+        """The learner is to stop with `error` between two steps."""
+        self.error = error
+        self._notify()
+
+    async def drain(self) -> None:
+        """Start nothing until `resume`; returns when nothing is in flight. A deadline ends every group.
+
+        Returns early when there is nothing to come: `stop` was called, or `run` ended with what `batch` raises next.
+        """
+        self.paused = True
+        while not (self.stopping or self.ended) and self.tally.in_flight:
+            await self._change()
+
+    def resume(self) -> None:
+        self.paused = False
+        self._notify()
+
+    @property
+    def patience_s(self) -> float:
+        """No group takes longer than this to finish or fail."""
+        return self.runners.patience_s
+
     async def batch(self, batch_size: int, *, stalled_after_s: float) -> list[Group]:
         """The groups of the next training batch, oldest start first; fewer when the stream ends, [] at its end.
 
-        Raises `StalledError` when nothing finishes for `stalled_after_s`, and what stopped `run`.
+        Raises `StalledError` when nothing finishes for `stalled_after_s`, and what stopped `run`, or `fail` was given.
         """
         while not self.stopping:
             if self.error is not None:
@@ -183,8 +324,9 @@ class Producer:
             if self.ended and not self.open:
                 break
             selected = select_batch(
-                list(self.open.values()),
-                version=self.version,
+                self.open.values(),
+                self.tally,
+                step=self.step,
                 batch_size=batch_size,
                 max_staleness=self.max_staleness,
                 exhausted=self.exhausted,
@@ -198,17 +340,21 @@ class Producer:
                 raise StalledError(self._diagnosis(stalled_after_s)) from None
         return []
 
-    def close(self, groups: Sequence[Group], version: int) -> None:
-        """The groups are trained and `version` is published: their slots are free."""
+    def close(self, groups: Sequence[Group], step: int) -> None:
+        """The groups are trained as batch `step`, and that is published: their slots are free."""
         for group in groups:
-            del self.open[group.prompt.group_id]
-        self.version = version
+            self._leave(group)
+        self.step = step
         self._notify()
 
     def stop(self) -> None:
         """The learner gets no further batch; what is open stays open, for the checkpoint."""
-        self.stopping = True
+        self.stopped.set()
         self._notify()
+
+    @property
+    def stopping(self) -> bool:
+        return self.stopped.is_set()
 
     @property
     def exhausted(self) -> bool:
@@ -228,13 +374,19 @@ class Producer:
         in_flight = [self._order(prompt) for prompt in waiting]
         return {"position": self.position, "in_flight": in_flight, "filter": [self.judged, self.filtered]}
 
-    def restore(self, ledger: dict[str, Any], finished: Sequence[Group], version: int) -> None:
-        """Continue where `ledger` was written: finished groups are in the buffer, prompts in flight start again."""
-        self.version, self.position = version, ledger["position"]
+    def restore(self, ledger: dict[str, Any], finished: Sequence[Group], step: int) -> None:
+        """Continue where `ledger` was written: finished groups are in the buffer, prompts in flight start again.
+
+        Whatever was open is forgotten; `run` must not be running.
+        """
+        self.open, self.tally = {}, Tally()
+        self.lost, self.error, self.ended, self.paused = [], None, False, False
+        self.failures, self.metrics = self._no_failures(), []
+        self.step, self.position = step, ledger["position"]
         self.judged, self.filtered = ledger["filter"]
         for group in finished:
             group.order = self._order(group.prompt)
-            self.open[group.prompt.group_id] = group
+            self._enter(group)
         self.restarts = deque(self.stream[index] for index in ledger["in_flight"])
 
     def finished_groups(self) -> list[Group]:
@@ -245,6 +397,10 @@ class Producer:
         taken, self.metrics = self.metrics, []
         return taken
 
+    def _no_failures(self) -> FailureWindow:
+        window = max(200, 4 * self.config.batch_size * self.config.n_samples_per_prompt)
+        return FailureWindow(self.config.max_failure_rate, deque(maxlen=window), {})
+
     def _order(self, prompt: Prompt) -> int:
         """Its place in the stream. Prompts start in this order, and a resume cannot change it."""
         return self.stream.index(prompt.epoch, prompt.position)
@@ -252,11 +408,20 @@ class Producer:
     def _by_order(self) -> list[Group]:
         return sorted(self.open.values(), key=lambda group: group.order)
 
+    def _enter(self, group: Group) -> None:
+        self.open[group.prompt.group_id] = group
+        self.tally.add(group)
+
+    def _leave(self, group: Group) -> None:
+        del self.open[group.prompt.group_id]
+        self.tally.remove(group)
+
     def _may_start(self) -> bool:
-        in_flight = sum(not group.finished for group in self.open.values())
+        if self.paused:
+            return False
         return may_start(
             len(self.open),
-            in_flight,
+            self.tally.in_flight,
             batch_size=self.config.batch_size,
             queue=self.queue,
             generate_batch_size=self.config.vllm_generate_batch_size or self.config.batch_size,
@@ -273,6 +438,19 @@ class Producer:
             except UnusableRow as error:
                 self._discard(None, "unusable_row", str(error))
         return None
+
+    async def _fill_all(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                while self._may_start() and (prompt := self._next_prompt()) is not None:
+                    group = Group(prompt, self._order(prompt), self.step)
+                    self._enter(group)
+                    tasks.create_task(self._fill(group))
+                    if len(self.open) % STARTS == 0:
+                        await asyncio.sleep(0)  # thousands may start at once: others have their turn
+                if self.exhausted:
+                    return
+                await self._change()
 
     async def _fill(self, group: Group) -> None:
         try:
@@ -300,9 +478,10 @@ class Producer:
             self._discard(group, lost.reason, lost.detail, lost=True)
             return
         if self.keep is not None and not self._kept([rollout.outcome.score for rollout in result.rollouts]):
-            del self.open[group.prompt.group_id]  # which lets another one start in its place
+            self._leave(group)  # which lets another one start in its place
         else:
             group.rollouts, group.samples = result.rollouts, samples
+            self.tally.finish(group)
         self._notify()
 
     def _kept(self, scores: Sequence[float]) -> bool:
@@ -332,7 +511,7 @@ class Producer:
         self.metrics.append({"faults/discarded_groups": Metric(1.0)})
         self.on_event("group_discarded", group=group.prompt.group_id if group else None, reason=reason, detail=detail)
         if group is not None:
-            del self.open[group.prompt.group_id]
+            self._leave(group)
             self.lost += [group.prompt] * lost
         self._notify()
 
@@ -345,9 +524,9 @@ class Producer:
 
     def _diagnosis(self, seconds: float) -> str:
         waiting = [g for g in self._by_order() if not g.finished]
-        rows = "\n".join(f"  group {g.prompt.group_id}, started at version {g.start_version}" for g in waiting[:20])
+        rows = "\n".join(f"  group {g.prompt.group_id}, started at step {g.start_step}" for g in waiting[:20])
         return (
-            f"no group finished for {seconds:.0f} s while the learner waits at version {self.version}: {len(waiting)} "
+            f"no group finished for {seconds:.0f} s while the learner waits at step {self.step}: {len(waiting)} "
             f"in flight, {len(self.open) - len(waiting)} finished. The run stops after saving; look for an env or a "
             f"grader that never returns, or raise rollout.timeout_s. In flight:\n{rows}"
         )

@@ -26,6 +26,7 @@ from molt.data.rows import UnusableRow
 from molt.rollout.engine_worker import Sampling
 from molt.rollout.pool import EnginePool
 from molt.rollout.samples import describe, to_sample
+from molt.rollout.watchdog import LoopLag, RolloutState
 from molt.types import InfraFailure, Media, Prompt, RolloutInfo, Sample, Turn
 
 
@@ -70,12 +71,29 @@ class GroupResult:
     """Why the prompt cannot be rolled out at all, such as being longer than the context."""
 
 
+@dataclass(eq=False)
+class Attempt:
+    """A rollout that is in flight, and its last event. Times are of `time.monotonic`."""
+
+    group_id: str
+    index: int
+    started: float
+    doing: str = "agent"
+    since: float = 0.0
+    turns: int = 0
+
+    def now(self, doing: str) -> None:
+        self.doing, self.since = doing, time.monotonic()
+
+
 class AgentHost:
     """Hosts the user's agent; `RunnerWorker` is the Ray actor of it."""
 
     def __init__(self, settings: RunnerSettings, engines: Sequence[ray.actor.ActorHandle], name: str):
-        self.settings = settings
+        self.settings, self.name = settings, name
         self.pool = EnginePool(engines, name)
+        self.attempts: set[Attempt] = set()
+        self.lag = LoopLag()
         self.renderer = load_renderer(
             settings.model, settings.data.chat_template, apply_chat_template=settings.data.apply_chat_template
         )
@@ -90,6 +108,16 @@ class AgentHost:
 
     async def ready(self) -> None:
         """Answers when the constructor is done."""
+        self.watching = asyncio.create_task(self.lag.run())
+
+    async def states(self) -> tuple[list[RolloutState], float]:
+        """Every rollout in flight, and the worst lag of the event loop since the last call, in seconds."""
+        now, name = time.monotonic(), self.name
+        states = [
+            RolloutState(a.group_id, a.index, name, a.doing, a.turns, now - a.started, now - a.since)
+            for a in self.attempts
+        ]
+        return states, self.lag.take_s()
 
     async def run_group(self, task: GroupTask) -> tuple[GroupResult, list[list[Sample]]]:
         """All rollouts of a group; a failed one is retried here, within `max_retries`."""
@@ -136,6 +164,8 @@ class AgentHost:
         rollout = f"{prompt.group_id}:{index}"
         identity = (self.settings.seed, prompt.epoch, prompt.position, index)
         calls: Counter[tuple[int, ...]] = Counter()
+        attempt = Attempt(prompt.group_id, index, time.monotonic())
+        attempt.now("agent")
 
         async def sample(
             prompt_ids: list[int], max_tokens: int, kind: tuple[int, ...], shown: dict[str, Any], **asked: Any
@@ -143,9 +173,14 @@ class AgentHost:
             seed = seed_of(*identity, calls[kind], *kind)
             calls[kind] += 1
             policy = Sampling(task.temperature, task.top_p, task.top_k, max_tokens, seed, self.stop_token_ids)
-            return await self.pool.generate(
-                rollout, prompt_ids, replace(policy, **asked), self.settings.rollout.timeout_s, **shown
-            )
+            attempt.now("engine")
+            try:
+                return await self.pool.generate(
+                    rollout, prompt_ids, replace(policy, **asked), self.settings.rollout.timeout_s, **shown
+                )
+            finally:
+                attempt.turns += 1
+                attempt.now("agent")
 
         def place(prompt_ids: list[int], media: Sequence[Media] = ()) -> int:
             # An agent with a loop of its own calls at any time: its calls are numbered by prompt, so that the seed of
@@ -171,6 +206,7 @@ class AgentHost:
             chat=self.chat,
             call_freely=call_freely,
         )
+        self.attempts.add(attempt)
         try:
             async with asyncio.timeout(self.settings.rollout.timeout_s) as deadline:
                 return await self.runner.run(context)
@@ -185,6 +221,7 @@ class AgentHost:
             raise InfraFailure(type(error).__name__, _where(error)) from error
         finally:
             self.pool.forget(rollout)
+            self.attempts.discard(attempt)
 
 
 @ray.remote(max_concurrency=16384)

@@ -2,7 +2,8 @@
 
     checkpoints/step_000020/        renamed from step_000020.tmp when everything is on disk
         model/                      sharded parameters and optimizer state (torch.distributed.checkpoint)
-        trainer.json                optimizer steps taken
+        trainer.json                optimizer steps, skipped ones included
+        breaker.json                RL: gradient norms of the last steps taken
         rng_00000.pt                random state, one per rank
         extra.json, ...             whatever the owner of the checkpoint adds (position in the data, buffer)
         manifest.json               written last: every file with its size
@@ -38,6 +39,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from molt.errors import CheckpointError
 from molt.publish.gather import named_full_tensors
+from molt.train.optimizer import place
 
 MANIFEST = "manifest.json"
 SHARD_BYTES = 5 * 2**30
@@ -206,13 +208,13 @@ def prune(directory: Path, max_num: int, max_bytes: float = inf, best: int | Non
     """
     found = _candidates(directory)
     kept = {path: _size(path) for path in found if _defect(path) is None}
-    newest = next(iter(kept))
+    newest = next(iter(kept), None)
     for path in reversed(list(kept)):
         within = len(kept) <= max_num and sum(kept.values()) <= max_bytes
         if not within and path != newest and checkpoint_step(path) != best:
             del kept[path]
     for path in found:
-        if path not in kept and checkpoint_step(path) < checkpoint_step(newest):
+        if newest and path not in kept and checkpoint_step(path) < checkpoint_step(newest):
             (path / MANIFEST).unlink(missing_ok=True)  # torn from here on, should we die while removing
             shutil.rmtree(path)
     for path in directory.glob("step_*.tmp"):
@@ -258,9 +260,7 @@ def load_checkpoint(
             "Resume with the model it was saved from, or start in another --ckpt.output_dir."
         ) from error
     # The position alone: rates are those of the present settings, so that a lowered one takes effect.
-    scheduler.last_epoch = json.loads((path / "trainer.json").read_text())["optimizer_steps"]
-    for group, base, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
-        group["lr"] = base * factor(scheduler.last_epoch)
+    place(scheduler, json.loads((path / "trainer.json").read_text())["optimizer_steps"])
     random_state = path / f"rng_{dist.get_rank():05d}.pt"
     if random_state.exists():  # a rank that did not exist then keeps its fresh one
         torch.set_rng_state(torch.load(random_state, weights_only=True))

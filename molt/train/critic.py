@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from molt.algo.value import explained_variance, value_loss, variance_sums
 from molt.batch.collate import Batch, scatter
 from molt.batch.plan import RankPlan, SampleTask, Scores
-from molt.config import CriticConfig, FsdpConfig
+from molt.config import CriticConfig, FsdpConfig, TrainConfig
 from molt.models.build import build_critic
-from molt.parallel.mesh import all_reduce_sums, init_distributed, resolve_device
+from molt.parallel.mesh import all_reduce_sums, init_distributed, resolve_device, seed
 from molt.report.metrics import merge
 from molt.train.score import Samples, lay_out, sample_of, score, tasks_of
 from molt.train.trained import Trained
@@ -26,7 +26,7 @@ class CriticSettings:
 
     critic: CriticConfig
     fsdp: FsdpConfig
-    seed: int
+    train: TrainConfig
     max_len: int
     total_steps: int
     """Optimizer steps of the whole run, for the learning-rate schedule."""
@@ -47,12 +47,13 @@ class Critic(Trained):
     """Value model, optimizer and schedule of one rank. Every method but `written` is collective: all ranks call it."""
 
     def __init__(self, settings: CriticSettings, rank: int, world_size: int, address: str, port: int, local_rank: int):
-        torch.manual_seed(settings.seed)
+        seed(settings.train.seed, deterministic=settings.train.full_determinism_enable)
         self.settings = settings
         device = resolve_device(settings.fsdp.device, local_rank)
         mesh = init_distributed(rank, world_size, address, port, device)
         model = build_critic(settings.critic, settings.fsdp, mesh, device, settings.max_len)
-        super().__init__(model, settings.critic, settings.total_steps, device, part="critic")
+        factor = settings.train.grad_spike_factor
+        super().__init__(model, settings.critic, settings.total_steps, device, part="critic", spike_factor=factor)
 
     def score(self, plan: RankPlan, samples: Samples) -> Scores:
         """Values of a training batch at the weights it starts with; they are kept for `train`."""
@@ -65,7 +66,8 @@ class Critic(Trained):
         """All optimizer steps of the batch that was scored last. Returns this rank's metrics."""
         steps = [[self._micro_batch(b, returns) if b else None for b in batches] for batches in self.plan]
         epochs = self.settings.critic.max_epochs
-        trained = merge([self.step(step, self._loss) for _ in range(epochs) for step in steps])
+        planned = list(zip(steps, self.plan, strict=True))
+        trained = merge([self.step(step, self._loss, tasks) for _ in range(epochs) for step, tasks in planned])
         sums = torch.zeros(5, dtype=torch.float64)
         for task in tasks_of(self.plan):
             pair = (torch.tensor(found[task.at]) for found in (returns, self.values))
@@ -85,6 +87,8 @@ class Critic(Trained):
     def _loss(self, model: nn.Module, m: MicroBatch) -> tuple[Tensor, dict[str, Metric]]:
         """`sum(weight * value loss)` of a micro-batch."""
         values = model(m.batch, needed=m.mask)
+        if values.isnan().any():  # the breaker skips the step, on every rank
+            return values.sum(), {}
         loss, clipped = value_loss(values, m.old_values, m.returns, clip=self.settings.critic.value_clip)
         clip_fraction = Metric(float((clipped & m.mask).sum()), float(m.mask.sum()))
         return (m.weights * loss).sum(), {"train/value_clip_fraction": clip_fraction}

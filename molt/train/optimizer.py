@@ -62,3 +62,12 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> AdamW:
 def build_scheduler(optimizer: torch.optim.Optimizer, config: OptimizerConfig, total_steps: int) -> LambdaLR:
     """The rate of every optimizer step; step it once after each."""
     return LambdaLR(optimizer, lambda step: lr_factor(step, config, total_steps))
+
+
+def place(scheduler: LambdaLR, step: int) -> None:
+    """Put the schedule where it is after `step` steps, at the rates of the present settings."""
+    scheduler.last_epoch = step
+    for group, base, factor in zip(
+        scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
+    ):
+        group["lr"] = base * factor(step)

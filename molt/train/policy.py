@@ -24,13 +24,13 @@ from molt.batch.collate import Batch, collate, gather, scatter
 from molt.batch.plan import Place, RankPlan, SampleTask, Scores
 from molt.config import ActorConfig, AlgoConfig, FsdpConfig, TrainConfig
 from molt.models.build import build_policy
-from molt.parallel.mesh import all_reduce_sums, init_distributed, resolve_device
+from molt.parallel.mesh import all_reduce_sums, init_distributed, resolve_device, seed
 from molt.publish.gather import named_full_tensors
 from molt.report.metrics import merge
 from molt.train.checkpoint import export_hf
 from molt.train.score import Samples, lay_out, logprobs_of, sample_of, score, tasks_of
 from molt.train.trained import Trained
-from molt.types import Metric
+from molt.types import NO_ROLLBACK, Lineage, Metric
 
 
 @dataclass(frozen=True)
@@ -71,24 +71,31 @@ class Policy(Trained):
     """Model, optimizer and schedule of one rank. Every method but `written` is collective: all ranks call it."""
 
     def __init__(self, settings: PolicySettings, rank: int, world_size: int, address: str, port: int, local_rank: int):
-        torch.manual_seed(settings.train.seed)
+        seed(settings.train.seed, deterministic=settings.train.full_determinism_enable)
         self.settings = settings
         device = resolve_device(settings.fsdp.device, local_rank)
         mesh = init_distributed(rank, world_size, address, port, device)
         model = build_policy(settings.actor, settings.fsdp, mesh, device, settings.max_len)
-        super().__init__(model, settings.actor, settings.total_steps, device, part=".")
+        factor = settings.train.grad_spike_factor
+        super().__init__(model, settings.actor, settings.total_steps, device, part=".", spike_factor=factor)
         self.estimator = load_estimator(settings.algo.advantage.estimator)
         self.loss = load_loss(settings.algo.loss or settings.actor.loss_mode)
 
     def prepare(
-        self, plan: RankPlan, samples: Samples, scores: dict[str, Scores], version: int, kl_coef: float
+        self,
+        plan: RankPlan,
+        samples: Samples,
+        scores: dict[str, Scores],
+        step: int,
+        kl_coef: float,
+        lineage: Lineage = NO_ROLLBACK,
     ) -> tuple[dict[str, Metric], Scores]:
         """Everything that a training batch needs before its first step; `train` takes the steps.
 
         scores: `ref_logprobs` and `values` of this rank's samples, where somebody needs them. Returns this rank's
         metrics (`staleness/*`, `train/kl` if it is in the reward), and the returns `A + V` that a critic learns.
         """
-        algo, self.kl_coef, self.steps = self.settings.algo, kl_coef, []
+        algo, self.kl_coef, self.plan, self.steps = self.settings.algo, kl_coef, plan, []
         if algo.kl.ref == "rollout":
             scores = scores | {"ref_logprobs": {t.at: sample_of(samples, t).logprobs for t in tasks_of(plan)}}
         # The very first step runs at the weights of `old`; a second epoch, or a KL in the reward, needs it for all.
@@ -98,12 +105,13 @@ class Policy(Trained):
         metrics, advantages, returns = self._advantages(plan, samples, scores, old)
         make = partial(self._micro_batch, samples=samples, advantages=advantages, old=old, scores=scores)
         self.steps = [[make(tasks) if tasks else None for tasks in batches] for batches in plan]
-        return merge([metrics, _staleness(plan, samples, version)]), returns
+        return merge([metrics, _staleness(plan, samples, step, lineage)]), returns
 
     def train(self) -> dict[str, Metric]:
         """All optimizer steps of the prepared batch. Returns this rank's metrics: `train/*`, `ratio/*`."""
-        steps, self.steps = self.steps, []  # not kept until the next batch is there
-        return merge([self.step(step, self._loss) for _ in range(self.settings.train.max_epochs) for step in steps])
+        steps, self.steps = list(zip(self.steps, self.plan, strict=True)), []  # not kept until the next batch is there
+        epochs = self.settings.train.max_epochs
+        return merge([self.step(step, self._loss, planned) for _ in range(epochs) for step, planned in steps])
 
     def probe(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Log-probs float32 `[T]` of given tokens at temperature 1 (entry 0 is 0): the probe's trainer side."""
@@ -185,6 +193,8 @@ class Policy(Trained):
         actor, kl = self.settings.actor, self.settings.algo.kl
         balance = {"balance": True} if actor.aux_loss_coef else {}
         logprobs, entropy, *of_experts = model(m.batch, temperature=self.settings.temperature, needed=m.mask, **balance)
+        if logprobs.isnan().any():  # no ratio can be formed: the breaker skips the step, on every rank
+            return logprobs.sum(), {}
         old = logprobs.detach() if m.old_logprobs is None else m.old_logprobs
         low, high = actor.eps_clip_low_high
         loss, clipped = self.loss.fn(
@@ -234,11 +244,11 @@ class Policy(Trained):
         }
 
 
-def _staleness(plan: RankPlan, samples: Samples, version: int) -> dict[str, Metric]:
-    """In batches, per trained token: the version being trained minus the token's."""
+def _staleness(plan: RankPlan, samples: Samples, step: int, lineage: Lineage) -> dict[str, Metric]:
+    """In batches, per trained token: those trained before this one minus those before the token."""
     total, count, oldest = 0, 0, 0
     for task in tasks_of(plan):
         sample = sample_of(samples, task)
-        ages = version - sample.versions[sample.mask]
+        ages = step - lineage.steps(sample.versions[sample.mask])
         total, count, oldest = total + int(ages.sum()), count + len(ages), max(oldest, int(ages.max()))
     return {"staleness/mean": Metric(total, count), "staleness/max": Metric(oldest)}

@@ -14,7 +14,7 @@ from molt.errors import PublicationError
 from molt.publish.transfer import build_sender
 from molt.report.metrics import merge
 from molt.train.rank_worker import Ranks, RankWorker, ScoreRefs, TrainedWorker, fetch, fetch_scores
-from molt.types import Metric
+from molt.types import NO_ROLLBACK, Lineage, Metric
 
 
 @ray.remote
@@ -42,10 +42,11 @@ class PolicyWorker(TrainedWorker):
         )
 
     def prepare(
-        self, plan: RankPlan, groups: dict[int, ray.ObjectRef], scores: ScoreRefs, version: int, kl_coef: float
+        self, plan: RankPlan, groups: dict[int, ray.ObjectRef], scores: ScoreRefs, *moment: Any
     ) -> tuple[dict[str, Metric], Scores]:
+        """moment: step, coefficient of the KL, lineage."""
         found = {name: fetch_scores(refs) for name, refs in scores.items()}
-        return self.model.prepare(plan, fetch(groups), found, version, kl_coef)
+        return self.model.prepare(plan, fetch(groups), found, *moment)
 
     def train(self) -> dict[str, Metric]:
         return self.model.train()
@@ -92,16 +93,29 @@ class RayEngineClient:
 class PolicyRanks(Ranks):
     """All ranks of the policy."""
 
+    def meeting(self, engines: Sequence[Any], backend: str, workers_per_engine: int, timeout_s: float) -> None:
+        """Whom `connect` lets them meet."""
+        self.engines, self.backend = list(engines), backend
+        self.workers_per_engine, self.publication_s = workers_per_engine, timeout_s
+
+    async def connect(self, engines: Sequence[int]) -> None:
+        """Meet these engines, and publish to them from now on."""
+        handles = [self.engines[index] for index in engines]
+        world = len(handles) * self.workers_per_engine
+        await self.all([w.connect.remote(handles, self.backend, world, self.publication_s) for w in self.workers])
+
     async def prepare(
         self,
         plans: Sequence[RankPlan],
         groups: Sequence[ray.ObjectRef],
         scores: ScoreRefs,
-        version: int,
+        step: int,
         kl_coef: float,
+        lineage: Lineage = NO_ROLLBACK,
     ) -> tuple[dict[str, Metric], list[ray.ObjectRef]]:
         """Everything that a batch needs before its first step: the metrics of all ranks, and what a critic learns."""
-        per_rank, returns = await self.both(lambda worker: worker.prepare, plans, groups, scores, version, kl_coef)
+        moment = step, kl_coef, lineage
+        per_rank, returns = await self.both(lambda worker: worker.prepare, plans, groups, scores, *moment)
         return merge(per_rank), returns
 
     async def send_weights(self) -> dict[str, int]:

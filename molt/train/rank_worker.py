@@ -13,8 +13,9 @@ import ray
 from ray.exceptions import RayActorError
 
 from molt.batch.plan import RankPlan, Scores
-from molt.errors import TrainingError
+from molt.errors import MoltError, RankLostError
 from molt.report.metrics import merge
+from molt.train.breaker import Evidence, merge_evidence
 from molt.train.critic import Critic
 from molt.train.policy import Policy
 from molt.train.reference import Reference
@@ -23,6 +24,10 @@ from molt.types import Metric
 
 ScoreRefs = dict[str, list[ray.ObjectRef]]
 """By name, one `Scores` of each rank that made them."""
+
+
+PEER_S = 5.0
+"""For a death to be known after a rank failed for it."""
 
 
 class RankWorker:
@@ -59,6 +64,9 @@ class TrainedWorker(RankWorker):
     def load(self, path: Path) -> None:
         self.model.load(path)
 
+    def evidence(self) -> list[Evidence]:
+        return self.model.evidence()
+
 
 def fetch(groups: dict[int, ray.ObjectRef]) -> Samples:
     return dict(zip(groups, ray.get(list(groups.values())), strict=True))
@@ -70,18 +78,30 @@ def fetch_scores(refs: Sequence[ray.ObjectRef]) -> Scores:
 
 
 class Ranks:
-    """All ranks of one model: every call reaches each of them and waits for all, within a deadline."""
+    """All ranks of one model: every call reaches each of them and waits for all, within a deadline.
 
-    def __init__(self, workers: Sequence[Any], *, name: str, timeout_s: float):
-        self.workers, self.name, self.timeout_s = list(workers), name, timeout_s
+    `spawn(index)` starts the process of a rank; together they are replaced when one is lost.
+    """
+
+    def __init__(self, spawn: Callable[[int], Any], count: int, *, name: str, timeout_s: float):
+        self.spawn, self.name, self.timeout_s = spawn, name, timeout_s
+        self.workers = [spawn(index) for index in range(count)]
 
     async def start(self, model: Callable[..., Any], settings: Any) -> None:
         """Every rank joins the process group at the first one's address and loads its shard."""
+        self.built = model, settings
         if self.workers:
-            meet = await self.workers[0].address.remote()
+            (meet,) = await self.all([self.workers[0].address.remote()])
             # Ray shows each actor only its own GPU, so every rank is local rank 0.
             ranks = enumerate(self.workers)
             await self.all([w.start.remote(model, settings, r, len(self.workers), *meet, 0) for r, w in ranks])
+
+    async def restart(self) -> None:
+        """All ranks anew, with the weights they first had; the caller loads a checkpoint."""
+        for worker in self.workers:
+            ray.kill(worker)
+        self.workers = [self.spawn(index) for index in range(len(self.workers))]
+        await self.start(*self.built)
 
     async def score(self, plans: Sequence[RankPlan], groups: Sequence[ray.ObjectRef]) -> list[ray.ObjectRef]:
         """One `Scores` per rank, for the samples of its plan."""
@@ -102,6 +122,10 @@ class Ranks:
     async def load(self, path: Path) -> None:
         await self.all([w.load.remote(path) for w in self.workers])
 
+    async def evidence(self) -> list[Evidence]:
+        """What was skipped since this was called last, of all ranks together."""
+        return merge_evidence(await self.all([w.evidence.remote() for w in self.workers]))
+
     async def both(
         self, method: Callable[[Any], Any], plans: Sequence[RankPlan], groups: Sequence[ray.ObjectRef], *more: Any
     ) -> tuple[list[Any], list[ray.ObjectRef]]:
@@ -115,16 +139,24 @@ class Ranks:
         return await self.all(list(light)), list(heavy)
 
     async def all(self, calls: list[ray.ObjectRef]) -> list[Any]:
+        """What every rank answers. Raises `RankLostError` when one is dead or silent, else what one raised."""
+        tasks = [asyncio.ensure_future(call) for call in calls]
         try:
             async with asyncio.timeout(self.timeout_s):
-                return await asyncio.gather(*calls)
+                return await asyncio.gather(*tasks)
         except TimeoutError:
-            raise TrainingError(
-                f"the {self.name} ranks did not answer within {self.timeout_s:.0f} s: the run cannot go on. Look for a "
-                "rank that waits for another one, then resume with --ckpt.load_enable."
-            ) from None
-        except RayActorError as error:
-            raise TrainingError(
-                f"a {self.name} rank died ({error}): its part of the weights is gone. Free memory if the system killed "
-                "it, then resume with --ckpt.load_enable."
-            ) from error
+            raise self._lost(f"did not answer within {self.timeout_s:.0f} s") from None
+        except MoltError:
+            raise
+        except Exception:  # raised again; a rank whose peer died fails in a collective, before that death is known
+            await asyncio.wait(tasks, timeout=PEER_S)
+            errors = [task.exception() for task in tasks if task.done()]
+            if dead := next((error for error in errors if isinstance(error, RayActorError)), None):
+                raise self._lost(f"died ({dead})") from dead
+            raise
+
+    def _lost(self, how: str) -> RankLostError:
+        return RankLostError(
+            f"a {self.name} rank {how}: its part of the weights is gone. Free memory if the system killed it, look for "
+            "a rank that waits for another one, then resume with --ckpt.load_enable."
+        )

@@ -4,7 +4,8 @@ The loss of a micro-batch is already `sum(weight * loss_t)` with weights of the 
 all ranks. So gradients are added, over micro-batches and over ranks, and nothing divides.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from typing import TypeVar
 
 import numpy as np
@@ -22,6 +23,18 @@ MicroBatch = TypeVar("MicroBatch")
 LossFn = Callable[[nn.Module, MicroBatch], tuple[Tensor, dict[str, Metric]]]
 
 
+class StepRefusedError(TrainingError):
+    """A step that was not taken: weights and optimizer are as they were, and no gradient is left.
+
+    metrics: this rank's, and `train/loss`, `train/grad_norm`, `train/lr` of all; a value may be NaN.
+    tensors: the parameters whose gradient on this rank is not finite.
+    """
+
+    def __init__(self, message: str, metrics: Mapping[str, Metric] | None = None, tensors: Sequence[str] = ()):
+        super().__init__(message)
+        self.metrics, self.tensors = metrics or {}, list(tensors)
+
+
 def optimizer_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -30,15 +43,17 @@ def optimizer_step(
     loss_fn: LossFn,
     *,
     max_norm: float,
+    spike: float = inf,
 ) -> dict[str, Metric]:
     """Accumulate, clip, step. Every rank calls it with the same number of micro-batches.
 
     micro_batches: None stands for one that this rank does not have; a dummy of weight 0 runs in its place.
     loss_fn: (model, micro-batch) -> scalar `sum(weight * loss_t)` and this rank's metrics.
     max_norm: the gradient of all ranks is scaled down to this norm; <= 0 disables it.
+    spike: a norm (before clipping) above it is no gradient to step along.
     Returns this rank's metrics, and `train/loss`, `train/grad_norm` (before clipping) and `train/lr` of all.
-    Raises `TrainingError`, on every rank, when loss or gradient are not finite (no step is taken), or when a step
-    with a rate above 0 and a gradient above 0 moved no master weight.
+    Raises, on every rank, `StepRefusedError` when loss or gradient are not finite, or the gradient is a spike, and
+    `TrainingError` when a step with a rate above 0 and a gradient above 0 moved no master weight.
     """
     loss, metrics = accumulate(model, optimizer, micro_batches, loss_fn)
     params = [p for p in model.parameters() if p.requires_grad]
@@ -47,17 +62,21 @@ def optimizer_step(
     # Collective on the default group: every rank. Shards are disjoint, so their squared norms add up.
     loss, square = all_reduce_sums(torch.stack([loss.double(), square])).tolist()
     norm = square**0.5
-    if not np.isfinite(loss + norm):
-        evidence = _non_finite(model)
+    lr = max(group["lr"] for group in optimizer.param_groups)
+    metrics |= {"train/loss": Metric(loss), "train/grad_norm": Metric(norm), "train/lr": Metric(lr)}
+    if not np.isfinite(loss + norm) or norm > spike:
+        names = _non_finite(model)
         optimizer.zero_grad()
-        raise TrainingError(
+        found = f"Not finite on this rank: the gradients of {names[:3]} and {len(names[3:])} more." if names else ""
+        raise StepRefusedError(
             f"loss {loss:g}, gradient norm {norm:g}: the step was not taken, since it would have destroyed the "
-            f"weights. {evidence} Lower the learning rate, or look at the samples of this step."
+            f"weights. {found} Lower the learning rate, or look at the samples of this step.",
+            metrics,
+            names,
         )
     if 0 < max_norm < norm:
         for grad in grads:
             grad.mul_(max_norm / norm)
-    lr = max(group["lr"] for group in optimizer.param_groups)
     before = _fingerprint(params)
     optimizer.step()
     optimizer.zero_grad()
@@ -69,7 +88,7 @@ def optimizer_step(
             f"a step with learning rate {lr:g} and gradient norm {norm:g} moved no master weight: training would go "
             "on for ever without effect. The rate is below the resolution of float32 weights: raise `adam.lr`."
         )
-    return metrics | {"train/loss": Metric(loss), "train/grad_norm": Metric(norm), "train/lr": Metric(lr)}
+    return metrics
 
 
 def accumulate(
@@ -109,7 +128,7 @@ def _fingerprint(params: Sequence[Tensor]) -> Tensor:
     return torch.stack([local_shard(p.detach()).view(torch.int32).sum() for p in params])
 
 
-def _non_finite(model: nn.Module) -> str:
+def _non_finite(model: nn.Module) -> list[str]:
+    """Parameters whose gradient is not finite on this rank."""
     grads = ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
-    names = [name for name, grad in grads if not local_shard(grad).isfinite().all()]
-    return f"Not finite on this rank: the gradients of {names[:3]} and {len(names[3:])} more." if names else ""
+    return [name for name, grad in grads if not local_shard(grad).isfinite().all()]

@@ -373,6 +373,7 @@ def test_vllm_stops_for_a_client_that_went_away_and_samples_nothing_for_a_replay
     engine = ray.remote(max_concurrency=64)(WatchedEngine).options(num_cpus=0)
     engine = engine.remote(EngineSettings(model_dir, "float32", 256, "cpu"))
     ray.get(engine.start.remote(), timeout=300)
+    ray.get(engine.resume.remote(), timeout=60)
     pool = EnginePool([engine], "pool")
 
     async def call_model(prompt_ids, max_tokens):

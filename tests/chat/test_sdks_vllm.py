@@ -102,6 +102,7 @@ def known_dir(tmp_path_factory):
 def engine_on(directory: str):
     engine = RolloutEngineWorker.options(num_cpus=0).remote(EngineSettings(directory, "float32", 1024, "cpu"))
     ray.get(engine.start.remote(), timeout=300)
+    ray.get(engine.resume.remote(), timeout=60)
     return engine
 
 
@@ -376,5 +377,6 @@ def test_after_a_publication_the_new_weights_read_the_same_image(vlm_engine, vlm
     sender.rank = 0
     sender.send()
     ray.get(vlm_engine.commit.remote(1), timeout=60)
+    ray.get(vlm_engine.resume.remote(), timeout=60)
     after = sampled_from(str(tmp_path / "new"))
     assert set(before.versions) == {0} and set(after.versions) == {1}

@@ -165,10 +165,12 @@ def test_the_probe_by_hand():
     assert metrics == {"mismatch/abs_max": Metric(0.5), "mismatch/abs_mean": Metric(0.75, 3)}
     for bound, use_max, passes in ((0.5, True, True), (0.4, True, False), (0.26, False, True), (0.24, False, False)):
         if passes:
-            check_probe(metrics, bound=bound, use_max=use_max, version=7)
+            check_probe([metrics], bound=bound, use_max=use_max, version=7)
         else:
-            with pytest.raises(PublicationError, match=r"at version 7, above train.parity_bound.*received, not in use"):
-                check_probe(metrics, bound=bound, use_max=use_max, version=7)
+            with pytest.raises(
+                PublicationError, match=r"at engine 0, version 7, above train.parity_bound.*received, not in use"
+            ):
+                check_probe([metrics], bound=bound, use_max=use_max, version=7)
 
 
 @pytest.mark.parametrize("use_max", [True, False])
@@ -176,5 +178,5 @@ def test_the_probe_by_hand():
 def test_nan_disagrees_with_everything(use_max, side):
     pair = [[np.array([0.0, -1.0], np.float32)], [np.array([0.0, -1.0], np.float32)]]
     pair[side][0][1] = np.nan
-    with pytest.raises(PublicationError, match="is nan at version"):
-        check_probe(compare_probe(*pair), bound=1e9, use_max=use_max, version=0)
+    with pytest.raises(PublicationError, match="is nan at engine 0, version 0"):
+        check_probe([compare_probe(*pair)], bound=1e9, use_max=use_max, version=0)

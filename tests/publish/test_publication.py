@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from molt.errors import PublicationError
+from molt.errors import EngineError, PublicationError
 from molt.publish.proof import Receipt
 from molt.publish.publication import Publisher
 from molt.report.metrics import values
@@ -20,34 +20,59 @@ class World:
         self.weight, self.sent, self.held = 1, 0, [0, 0]
         self.deaf: set[int] = set()
         self.calls: list[str] = []
-        self.gap = 0.0
+        self.dying: list[int] = []
+        """Engines that die at the next commits."""
+        self.ill: set[int] = set()
+        self.gaps = [0.0, 0.0]
+        """Between what the trainer and each engine say of the probe."""
 
     async def send_weights(self):
         self.calls.append("send")
         self.sent = self.weight
         return {"w": self.sent}
 
-    async def commit(self, version):
+    async def connect(self, engines):
+        self.calls.append(f"connect {engines}")
+
+    async def commit(self, version, engines):
         self.calls.append("commit")
+        if self.dying:
+            self.ill |= {self.dying.pop()}
+            raise EngineError("an engine is dead")
         self.held = [held if i in self.deaf else self.sent for i, held in enumerate(self.held)]
-        return [Receipt(str(version), {"w": self.sent}, 1000 + held) for held in self.held]
+        return [Receipt(str(version), {"w": self.sent}, 1000 + self.held[index]) for index in engines]
+
+    async def resume(self, engines):
+        self.calls.append(f"resume {engines}")
 
 
 class Trainer:
     def __init__(self, world):
-        self.world, self.send_weights = world, world.send_weights
+        self.world, self.send_weights, self.connect = world, world.send_weights, world.connect
 
     async def probe(self, sequences):
-        assert sequences == PROBE and self.world.calls[-2:] == ["send", "commit"]
+        assert sequences == PROBE and self.world.calls[-3:-1] == ["send", "commit"]
         return [np.zeros(len(ids), np.float32) for ids in sequences]
 
 
 class Engines:
     def __init__(self, world):
-        self.world, self.commit = world, world.commit
+        self.world, self.commit, self.resume = world, world.commit, world.resume
 
-    async def score(self, sequences):
-        return [[np.full(len(ids), gap, np.float32) for ids in sequences] for gap in (0.0, self.world.gap)]
+    @property
+    def present(self):
+        return {index: 0 for index in (0, 1) if index not in self.world.ill}
+
+    async def some(self):
+        return self.present
+
+    async def examine(self, suspects=()):
+        self.world.ill |= set(suspects)
+        return bool(self.world.ill)
+
+    async def score(self, sequences, engines):
+        gaps = [self.world.gaps[index] for index in engines]
+        return [[np.full(len(ids), gap, np.float32) for ids in sequences] for gap in gaps]
 
 
 @pytest.fixture
@@ -78,21 +103,50 @@ def test_weights_that_were_received_and_are_not_in_use_stop_the_run(world, publi
     asyncio.run(publisher.publish(1))  # the same weights again
     world.weight = 2
     with pytest.raises(PublicationError, match="engine worker 0: the weights were received, not in use"):
-        asyncio.run(publisher.publish(2))
+        asyncio.run(publisher._publish(2))
 
 
-def test_one_engine_of_two_that_does_not_take_them_is_named(world, publisher):
+def test_one_engine_of_two_that_does_not_take_them_is_named_and_given_up(world, publisher):
     asyncio.run(publisher.publish(0))
     world.weight, world.deaf = 2, {1}
     with pytest.raises(PublicationError, match="engine 1 holds other weights than engine 0"):
-        asyncio.run(publisher.publish(1))
+        asyncio.run(publisher._publish(1))
+    asyncio.run(publisher.publish(1))
+    assert world.ill == {1} and world.calls[-4:] == ["connect [0]", "send", "commit", "resume [0]"]
+    world.ill, world.deaf, world.weight = set(), set(), 3
+    asyncio.run(publisher.publish(2))  # it is back
+    assert world.calls[-4:] == ["connect [0, 1]", "send", "commit", "resume [0, 1]"]
+
+
+def test_an_engine_that_dies_in_it_is_left_out_and_the_whole_is_repeated(world, publisher):
+    failures = []
+    publisher.on_event = lambda kind, **fields: failures.append((kind, fields["attempt"], fields["error"]))
+    asyncio.run(publisher.publish(0))
+    world.weight, world.dying = 2, [1]
+    asyncio.run(publisher.publish(1))
+    assert world.calls[-6:] == ["send", "commit", "connect [0]", "send", "commit", "resume [0]"]
+    assert failures == [("publication_failed", 1, "an engine is dead")]
+
+
+def test_a_failure_that_no_engine_explains_is_raised_at_once(world, publisher):
+    async def fail(version, engines):
+        raise EngineError("the bus is full")
+
+    publisher.engines.commit = fail
+    with pytest.raises(EngineError):
+        asyncio.run(publisher.publish(0))
+    assert world.calls.count("send") == 1
 
 
 def test_the_mismatch_is_that_of_all_engines(world, publisher):
-    world.gap = 0.05
+    world.gaps = [0.0, 0.05]
     metrics = values(asyncio.run(publisher.publish(0)))
     # 2 engines, 3 tokens with a log-prob: 3 x 0 and 3 x 0.05
     assert metrics == pytest.approx({"mismatch/abs_max": 0.05, "mismatch/abs_mean": 0.15 / 6})
-    world.gap = 0.2  # of one engine: the maximum is not divided among the engines
-    with pytest.raises(PublicationError, match=r"mismatch/abs_max is 0.2 at version 1, above"):
+    world.gaps = [0.2, 0.2]
+    with pytest.raises(PublicationError, match=r"mismatch/abs_max is 0.2 at engine 0, version 1, above"):
         asyncio.run(publisher.publish(1))
+    assert not world.ill, "what all engines have in common no restart mends"
+    world.gaps = [0.0, 0.2]
+    asyncio.run(publisher.publish(2))
+    assert world.ill == {1} and world.calls[-1] == "resume [0]"

@@ -46,6 +46,9 @@ class OneRank:
     def tensors(self):
         return named_full_tensors(self.model, torch.float32)
 
+    async def connect(self, engines):
+        """There is one, which it met when it was built."""
+
     async def send_weights(self):
         return await asyncio.to_thread(self.sender.send)
 
@@ -63,6 +66,7 @@ def test_trainer_and_engine_agree_on_an_exported_model_and_after_an_update(ray_s
     )
     try:
         ray.get(engine.start.remote(), timeout=300)
+        ray.get(engine.resume.remote(), timeout=60)
         prompt = list(range(3, 23))
         sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=64, seed=0, stop_token_ids=())
         calls = [engine.generate.remote(f"exported{i}", prompt, replace(sampling, seed=i)) for i in range(4)]
@@ -77,10 +81,10 @@ def test_trainer_and_engine_agree_on_an_exported_model_and_after_an_update(ray_s
         engines = EngineGroup([engine], timeout_s=60)
         probe = [ids.tolist() for ids in step_batch(seed=7)[0]]
         publisher = Publisher(policy, engines, probe, bound=1e-4, use_max=True, workers_per_engine=1)
-        (before,) = asyncio.run(engines.score(probe))
+        (before,) = asyncio.run(engines.score(probe, [0]))
         policy.step(1)
         metrics = asyncio.run(publisher.publish(1))
-        (after,) = asyncio.run(engines.score(probe))
+        (after,) = asyncio.run(engines.score(probe, [0]))
         assert metrics["mismatch/abs_max"].total <= 1e-4
         assert compare_probe(before, after)["mismatch/abs_max"].total > 1e-2
     finally:

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molt.errors import TrainingError
-from molt.rollout.admission import in_time, may_start, select_batch
+from molt.rollout.admission import Tally, in_time, may_start, select_batch
 from molt.types import Group, Prompt
 
 PROMPT = Prompt(epoch=0, position=0, row=0, messages=None, text="")
 
 
-def group(order, start_version, *, finished=True):
-    return Group(PROMPT, order, start_version, rollouts=[] if finished else None)
+def group(order, start_step, *, finished=True):
+    return Group(PROMPT, order, start_step, rollouts=[] if finished else None)
 
 
 @dataclass
@@ -33,6 +33,7 @@ def simulate(durations, discards, train_s, *, batch_size, queue, staleness, in_f
     """The producer and the learner over a stream of `len(durations)` prompts; ends when no event is left."""
     now, version, tickets, stream = 0.0, 0, count(), iter(range(len(durations)))
     waiting: dict[int, Group] = {}  # open, not in training
+    tally = Tally()  # of `waiting`
     training: list[Group] = []
     running, ended, events, trace = 0, not len(durations), [], Trace()
     while True:
@@ -43,14 +44,16 @@ def simulate(durations, discards, train_s, *, batch_size, queue, staleness, in_f
                 ended = True
                 break
             waiting[order] = group(order, version, finished=False)
+            tally.add(waiting[order])
             running += 1
             heapq.heappush(events, (now + durations[order], next(tickets), order))
         trace.most_open = max(trace.most_open, len(waiting) + len(training))
         if not training:
             training = (
                 select_batch(
-                    list(waiting.values()),
-                    version=version,
+                    waiting.values(),
+                    tally,
+                    step=version,
                     batch_size=batch_size,
                     max_staleness=staleness,
                     exhausted=ended,
@@ -59,9 +62,9 @@ def simulate(durations, discards, train_s, *, batch_size, queue, staleness, in_f
             )
             if training:
                 trace.batches.append([g.order for g in training])
-                trace.worst = max(trace.worst, *(version - g.start_version for g in training))
+                trace.worst = max(trace.worst, *(version - g.start_step for g in training))
                 for g in training:
-                    del waiting[g.order]
+                    tally.remove(waiting.pop(g.order))
                 heapq.heappush(events, (now + train_s[version % len(train_s)], next(tickets), None))
         if not events:
             trace.left = len(waiting)
@@ -71,10 +74,14 @@ def simulate(durations, discards, train_s, *, batch_size, queue, staleness, in_f
             version, training = version + 1, []
         else:
             running -= 1
-            waiting[order].rollouts = []
             if discards[order]:
                 trace.discarded.append(order)
-                del waiting[order]
+                tally.remove(waiting.pop(order))
+            else:
+                waiting[order].rollouts = []
+                tally.finish(waiting[order])
+            whole = Tally(waiting.values())
+            assert (tally.open, tally.finished) == (whole.open, whole.finished)
 
 
 def check(trace, n, *, batch_size, queue, staleness, discards):
@@ -147,7 +154,9 @@ def test_may_start_by_hand():
 
 
 def select(groups, version, *, size=2, staleness=1, exhausted=False):
-    batch = select_batch(groups, version=version, batch_size=size, max_staleness=staleness, exhausted=exhausted)
+    batch = select_batch(
+        groups, Tally(groups), step=version, batch_size=size, max_staleness=staleness, exhausted=exhausted
+    )
     return None if batch is None else [g.order for g in batch]
 
 
@@ -186,6 +195,6 @@ def test_the_last_batch_may_be_smaller():
 
 def test_a_buffer_of_other_settings_is_an_error_not_a_wait():
     stale = [group(0, 0), group(1, 3)]
-    assert not in_time(stale, version=3, batch_size=2, max_staleness=1)
-    with pytest.raises(TrainingError, match=r"2 open groups, the oldest of version 0.*`train.max_staleness` \(=1\)"):
+    assert not in_time(Tally(stale).open, step=3, batch_size=2, max_staleness=1)
+    with pytest.raises(TrainingError, match=r"2 open groups, the oldest of step 0.*`train.max_staleness` \(=1\)"):
         select(stale, 3)

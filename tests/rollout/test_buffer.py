@@ -35,8 +35,8 @@ def groups():
         [rollout("1:2", 0, Scored(0.0, 0.0), heavy[1][0]), rollout("1:2", 1, Scored(float("inf"), 0.0), heavy[1][1])],
     ]
     return [
-        Group(prompt(1, 5), order=8, start_version=3, rollouts=light[0]),
-        Group(prompt(1, 2), order=9, start_version=4, rollouts=light[1]),
+        Group(prompt(1, 5), order=8, start_step=3, rollouts=light[0]),
+        Group(prompt(1, 2), order=9, start_step=4, rollouts=light[1]),
     ], heavy
 
 
@@ -57,7 +57,7 @@ def test_round_trip(tmp_path):
     loaded, samples = load_buffer(tmp_path, prompt)
     assert_same_samples(samples, heavy)
     for a, b in zip(loaded, saved, strict=True):
-        assert (a.prompt, a.start_version, a.finished) == (b.prompt, b.start_version, True)
+        assert (a.prompt, a.start_step, a.finished) == (b.prompt, b.start_step, True)
         for x, y in zip(a.rollouts, b.rollouts, strict=True):
             # Attempts that failed before were counted when they failed.
             ignored = {"outcome", "failures"}

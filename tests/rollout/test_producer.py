@@ -6,17 +6,19 @@ the producer does so.
 
 import asyncio
 import json
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from molt.algo.advantage import ADVANTAGES
+from molt.batch.plan import RankPlan, advantages, plan_batch
 from molt.config import RolloutConfig
 from molt.data.rows import UnusableRow
 from molt.errors import AgentError, FailureRateError, StalledError
-from molt.rollout.producer import MIN_ATTEMPTS, Producer
+from molt.rollout.producer import MIN_ATTEMPTS, STARTS, FailureWindow, Producer
 from molt.rollout.runner_worker import GroupResult
 from molt.types import Group, InfraFailure, Metric, PolicyFailure, Prompt, RolloutInfo, SampleInfo, Scored
 
@@ -122,7 +124,7 @@ class Running:
     async def train(self):
         """One batch from start to publication; the positions it trained."""
         groups = await self.batch()
-        self.producer.close(groups, self.producer.version + 1)
+        self.producer.close(groups, self.producer.step + 1)
         await settle()
         return [group.prompt.position for group in groups]
 
@@ -158,7 +160,7 @@ def test_groups_carry_what_the_learner_needs():
         async with Running(Stream(20)) as run:
             await run.runners.end(1, 0)
             groups = await run.batch()
-            assert [(g.prompt.position, g.start_version, g.samples) for g in groups] == [
+            assert [(g.prompt.position, g.start_step, g.samples) for g in groups] == [
                 (0, 0, "samples of 0"),
                 (1, 0, "samples of 1"),
             ]
@@ -168,7 +170,7 @@ def test_groups_carry_what_the_learner_needs():
             await run.runners.end(2, 3)  # they started before the publication
             await run.runners.end(4, 5)
             assert await run.train() == [2, 3]
-            assert [g.start_version for g in await run.batch()] == [1, 1]
+            assert [g.start_step for g in await run.batch()] == [1, 1]
 
     check(main())
 
@@ -342,6 +344,40 @@ def test_stop_ends_the_wait_and_keeps_what_is_open():
     check(main())
 
 
+def test_drain_waits_for_what_is_in_flight_and_starts_nothing_until_resume():
+    async def main():
+        async with Running(Stream(20)) as run:
+            draining = asyncio.create_task(run.producer.drain())
+            await run.runners.end(0)
+            assert not draining.done() and run.runners.started == [0, 1]
+            await run.runners.end(1)
+            assert draining.done() and run.runners.started == [0, 1]
+            run.producer.resume()
+            await settle()
+            assert run.runners.started == [0, 1, 2, 3]
+
+    check(main())
+
+
+@pytest.mark.parametrize("how", ["stop", "error"])
+def test_drain_does_not_wait_for_what_will_never_end(how):
+    async def main():
+        async with Running(Stream(20), max_failure_rate=0.5) as run:
+            draining = asyncio.create_task(run.producer.drain())
+            await settle()
+            if how == "stop":
+                run.producer.stop()
+            else:
+                await run.runners.end(0, outcomes=[InfraFailure("engine", "gone")] * MIN_ATTEMPTS)
+            await asyncio.wait_for(draining, 1)
+            assert not all(group.finished for group in run.producer.open.values())
+            if how == "error":
+                with pytest.raises(FailureRateError):
+                    await run.batch()
+
+    check(main())
+
+
 def test_silence_is_a_stall_that_says_who_is_waited_for():
     async def main():
         async with Running(Stream(20)) as run:
@@ -349,8 +385,8 @@ def test_silence_is_a_stall_that_says_who_is_waited_for():
             with pytest.raises(StalledError, match=r"no group finished for 0 s.*2 in flight, 1 finished") as error:
                 await run.batch(stalled_after_s=0.02)
             assert str(error.value).splitlines()[1:] == [
-                "  group 0:0, started at version 0",
-                "  group 0:2, started at version 0",
+                "  group 0:0, started at step 0",
+                "  group 0:2, started at step 0",
             ]
 
     check(main())
@@ -390,7 +426,7 @@ def test_a_resume_puts_the_buffer_before_what_starts_again():
             await run.runners.end(6)
             assert run.runners.started == [5, 6, 7]
             groups = await run.batch()
-            assert [(g.prompt.position, g.start_version) for g in groups] == [(4, 3), (6, 4)]
+            assert [(g.prompt.position, g.start_step) for g in groups] == [(4, 3), (6, 4)]
 
     check(main())
 
@@ -467,16 +503,16 @@ def test_stopped_anywhere_every_prompt_is_trained_exactly_once(
                     await asyncio.sleep(0)
                 assert len(producer.open) <= (1 + queue) * batch_size
                 ledger = json.loads(json.dumps(producer.ledger()))
-                saved = ledger, [replace(group) for group in producer.finished_groups()], producer.version
+                saved = ledger, [replace(group) for group in producer.finished_groups()], producer.step
                 kept = len(trained)
             if leg and done == leg.batches + leg.wasted:
                 break
             groups = await run.batch()
             if not groups:
                 break
-            assert all(producer.version - g.start_version <= staleness for g in groups)
+            assert all(producer.step - g.start_step <= staleness for g in groups)
             trained.extend(stream.index(g.prompt.epoch, g.prompt.position) for g in groups)
-            producer.close(groups, producer.version + 1)
+            producer.close(groups, producer.step + 1)
             done += 1
         await run.__aexit__()
         assert runners.most <= in_flight
@@ -509,3 +545,109 @@ def test_images_are_not_trained_on_without_their_pixels():
                 await run.batch()
 
     asyncio.run(main())
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What becomes of a group of two: the rewards and answer lengths of its rollouts, and what the machines did."""
+
+    rewards: tuple[float, float]
+    lengths: tuple[int, int]
+    retried: int = 0
+    """Attempts at each rollout that failed before one was good."""
+    lost: str = ""
+    """`rollout`: its last one has no result; `group`: no runner finished it."""
+
+
+@dataclass
+class Fated:
+    """A `RunnerPool` that gives each group the fate of its row."""
+
+    fates: list[Fate]
+    patience_s = 5.0
+
+    async def run_group(self, task):
+        fate = self.fates[task.prompt.row]
+        if fate.lost == "group":
+            raise InfraFailure("runner", "died")
+        outcomes = [Scored(reward, reward) for reward in fate.rewards]
+        if fate.lost == "rollout":
+            outcomes[-1] = InfraFailure("timeout")
+        found = rollouts(task.prompt, outcomes, [InfraFailure("engine")] * fate.retried)
+        samples = [(SampleInfo(length + 2, length, 0),) for length in fate.lengths]
+        return GroupResult([replace(r, samples=s) for r, s in zip(found, samples, strict=True)]), None
+
+
+def plans(fates: list[Fate], batch_size: int, estimator: str, aggregation: str) -> list[list[RankPlan]]:
+    """Everything that decides the gradients of every batch of two ranks: advantages and token weights, by sample."""
+
+    async def main():
+        found, stream = [], Stream(len(fates))
+        async with Running(stream, Fated(fates), batch_size=batch_size, queue=0, max_failure_rate=1.0) as run:
+            while groups := await run.batch():
+                of_groups = [group.rollouts for group in groups]
+                rewards = [[r.reward for r in group] for group in of_groups]
+                group_advantages = advantages(of_groups, rewards, ADVANTAGES[estimator])
+                found.append(
+                    plan_batch(
+                        of_groups,
+                        rewards=rewards,
+                        group_advantages=group_advantages,
+                        groups_per_step=2,
+                        micro_batch_size=2,
+                        max_len=64,
+                        ranks=2,
+                        aggregation=aggregation,
+                    )
+                )
+                run.producer.close(groups, run.producer.step + 1)
+        return found
+
+    return asyncio.run(asyncio.wait_for(main(), 20))
+
+
+PAIRS = st.tuples(st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from([0.0, 1.0]))
+FATES = st.builds(Fate, PAIRS, st.tuples(st.integers(1, 9), st.integers(0, 9)))
+
+
+@settings(max_examples=100)
+@given(
+    good=st.lists(FATES, min_size=1, max_size=7),
+    retried=st.lists(st.integers(0, 2), min_size=7, max_size=7),
+    lost=st.lists(st.tuples(st.integers(0, 7), FATES, st.sampled_from(["rollout", "group"])), max_size=5),
+    batch_size=st.integers(2, 3),
+    estimator=st.sampled_from([name for name, found in ADVANTAGES.items() if found.level == "group"]),
+    aggregation=st.sampled_from(["token-mean", "seq-mean-token-mean"]),
+)
+def test_infrastructure_failures_change_no_gradient(good, retried, lost, batch_size, estimator, aggregation):
+    """With groups that are lost at any place, and attempts that failed before a good one, every batch is what it is of
+    the good groups alone: no failure is a reward, in no baseline, and takes nobody's place."""
+    disturbed = [replace(fate, retried=number) for fate, number in zip(good, retried, strict=False)]
+    for place, fate, how in lost:
+        disturbed.insert(place, replace(fate, lost=how))
+    found = plans(disturbed, batch_size, estimator, aggregation)
+    assert found == plans(good, batch_size, estimator, aggregation)
+    assert len(found) == -(-len(good) // batch_size)
+
+
+def test_thousands_of_groups_start_in_turns():
+    async def main():
+        run = Running(Stream(4 * STARTS), batch_size=3 * STARTS, queue=0)
+        run.task = asyncio.create_task(run.producer.run())
+        starts = []
+        for _ in range(4):
+            await asyncio.sleep(0)
+            starts.append(len(run.producer.open))
+        await run.__aexit__()
+        assert starts == [STARTS, 2 * STARTS, 3 * STARTS, 3 * STARTS]
+
+    check(main())
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=30))
+def test_the_window_counts_what_it_holds(rollouts_):
+    window = FailureWindow(1.0, deque(maxlen=10), {})
+    for failures, good in rollouts_:
+        window.add([InfraFailure("timeout")] * failures, good)
+        assert window.failed == sum(reason is not None for reason in window.recent)

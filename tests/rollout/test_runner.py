@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molt.config import PromptDataConfig, RolloutConfig
-from molt.errors import EngineError
+from molt.errors import EngineError, LostError
 from molt.rollout.engine_worker import Sampling
 from molt.rollout.pool import MAX_ATTEMPTS, EnginePool
 from molt.rollout.producer import RunnerPool
@@ -90,6 +90,10 @@ class FakeEngine:
         self.ids: list[str] = []
         self.fails, self.holds = fails, holds
         self.generate = SimpleNamespace(remote=self._generate)
+        self.alive = SimpleNamespace(remote=self._alive)
+
+    async def _alive(self):
+        return True
 
     async def _generate(self, request_id, prompt_ids, sampling):
         self.ids.append(request_id)
@@ -350,5 +354,24 @@ def test_a_group_that_nobody_waits_for_is_cancelled_in_its_runner_too(ray_sessio
         await until(1, 1)
         assert pool.in_flight == [0] and pool.runners == [runner]
         ray.kill(runner)
+
+    asyncio.run(main())
+
+
+@pytest.mark.ray
+def test_a_runner_that_never_answers_is_not_replaced_for_ever(ray_session):
+    @ray.remote(num_cpus=0)
+    class Stillborn:
+        def __init__(self):
+            raise MemoryError("no room")
+
+        async def states(self): ...
+
+    async def main():
+        pool = RunnerPool(lambda name: Stillborn.remote(), 1, deadline_s=60, attempts=1, max_restarts=2)
+        for _ in range(2):
+            assert await pool.states() == []
+        with pytest.raises(LostError, match=r"replaced 2 times in a row \(train.max_restarts\).*no room"):
+            await pool.states()
 
     asyncio.run(main())

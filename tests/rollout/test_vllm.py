@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from molt import cluster, driver
+from molt.config import VllmConfig
 from molt.errors import PublicationError
 from molt.publish.proof import check_transport, compare_probe
 from molt.publish.publication import Publisher
@@ -35,6 +36,7 @@ def engine_on(model_dir: str, **settings):
         EngineSettings(model_dir, "float32", 256, "cpu", **settings)
     )
     ray.get(engine.start.remote(), timeout=300)
+    ray.get(engine.resume.remote(), timeout=60)
     return engine
 
 
@@ -85,6 +87,9 @@ class Trainer:
         tied = {"lm_head.weight"}
         return [(name, p.detach().clone()) for name, p in self.model.named_parameters() if name not in tied]
 
+    async def connect(self, engines):
+        pass
+
     async def send_weights(self):
         return await asyncio.to_thread(self.sender.send)
 
@@ -92,9 +97,16 @@ class Trainer:
         return [reference_logprobs(self.model, ids) for ids in sequences]
 
 
+class Engines(EngineGroup):
+    """Nobody watches them, so none is replaced: what goes wrong is raised."""
+
+    async def examine(self, suspects=()):
+        return False
+
+
 def publisher(model_dir: str, engine, client) -> Publisher:
     return Publisher(
-        Trainer(model_dir, client), EngineGroup([engine], timeout_s=60), prompts(4, 40),
+        Trainer(model_dir, client), Engines([engine], timeout_s=60), prompts(4, 40),
         bound=1e-4, use_max=True, workers_per_engine=1,
     )  # fmt: skip
 
@@ -150,6 +162,7 @@ def test_cancelling_a_call_frees_the_engine(engine, client):
         seconds = time.monotonic() - started
         client.finish_weight_update()
         ray.get(engine.commit.remote(0), timeout=60)
+        ray.get(engine.resume.remote(), timeout=60)
         return seconds
 
     assert seconds_until_idle("cancelled", cancel=True) < seconds_until_idle("running", cancel=False) / 2
@@ -160,12 +173,12 @@ def test_an_update_changes_the_probe_and_running_requests_finish_on_the_old_vers
 
     async def scenario():
         await publish.publish(1)
-        before = await publish.engines.score(publish.probe)
+        before = await publish.engines.score(publish.probe, [0])
         running = engine.generate.remote("running", prompts(1)[0], sampling(3, max_tokens=200, stop_token_ids=()))
         await asyncio.sleep(0.1)
         publish.policy.model.load_state_dict(changed(model_dir), strict=False)
         metrics = await publish.publish(2)
-        after = await publish.engines.score(publish.probe)
+        after = await publish.engines.score(publish.probe, [0])
         turn = await running
         later = await engine.generate.remote("later", prompts(1)[0], sampling(3))
         return before, after, metrics, turn, later
@@ -175,6 +188,54 @@ def test_an_update_changes_the_probe_and_running_requests_finish_on_the_old_vers
     assert compare_probe(before[0], after[0])["mismatch/abs_max"].total > 1e-2
     assert set(turn.versions) == {1}
     assert set(later.versions) == {2}
+
+
+@pytest.mark.parametrize("partial_kv", ["recompute", "keep"])
+def test_a_rollout_that_straddles_two_publications(ray_session, model_dir, partial_kv):
+    """Its tokens carry three versions, and each log-prob is that of its version's weights: of a full forward under
+    them, unless the KV of the weights before was kept."""
+    engine = engine_on(model_dir, partial_rollouts=True, vllm=VllmConfig(partial_kv=partial_kv))
+    try:
+        client = RayEngineClient([engine], timeout_s=60)
+        client.init_weight_transfer_engine({})
+        publish = publisher(model_dir, engine, client)
+        models = [AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval() for _ in range(3)]
+        for model, scale in zip(models[1:], (1.05, 0.95), strict=True):
+            model.load_state_dict(changed(model_dir, scale), strict=False)
+
+        async def scenario():
+            asked = sampling(3, max_tokens=200, stop_token_ids=())
+            running = [engine.generate.remote(f"r{i}", ids, asked) for i, ids in enumerate(prompts(2))]
+            for version in (1, 2):
+                await asyncio.sleep(0.3)
+                publish.policy.model = models[version]
+                await publish.publish(version)
+            return await asyncio.gather(*running), await engine.generate.remote("new", prompts(2)[0], sampling(3))
+
+        turns, new = asyncio.run(scenario())
+        for turn in turns:
+            assert (np.diff(turn.versions) >= 0).all()
+            assert set(turn.versions) == {0, 1, 2}
+            ids = [*turn.prompt_ids.tolist(), *turn.token_ids.tolist()]
+            for version in range(3) if partial_kv == "recompute" else (0,):
+                there = turn.versions == version
+                expected = reference_logprobs(models[version], ids)[len(turn.prompt_ids) :]
+                assert np.abs(turn.logprobs - expected)[there].max() < 1e-4
+            old = reference_logprobs(models[1], ids)[len(turn.prompt_ids) :]
+            assert np.abs(turn.logprobs - old)[turn.versions == 2].max() > 1e-2
+        # A new request with the prompt of a running one reuses nothing that was computed under other weights.
+        ids = [*new.prompt_ids.tolist(), *new.token_ids.tolist()]
+        assert set(new.versions) == {2}
+        assert np.abs(new.logprobs - reference_logprobs(models[2], ids)[len(new.prompt_ids) :]).max() < 1e-4
+    finally:
+        ray.kill(engine)
+
+
+def test_a_publication_that_was_interrupted_is_begun_again(engine, client, model_dir):
+    publish = publisher(model_dir, engine, client)
+    client.start_weight_update()
+    publish.policy.model.load_state_dict(changed(model_dir), strict=False)
+    assert asyncio.run(publish.publish(7))["mismatch/abs_max"].total <= 1e-4
 
 
 class Corrupts:
@@ -229,7 +290,7 @@ def test_received_but_not_in_use_is_caught_by_the_probe(ray_session, model_dir):
         publish = publisher(model_dir, engine, client)
         publish.policy.model.load_state_dict(changed(model_dir), strict=False)
         sent = asyncio.run(publish.policy.send_weights())
-        check_transport(sent, asyncio.run(publish.engines.commit(1)), 1)
+        check_transport(sent, asyncio.run(publish.engines.commit(1, [0])), 1)
         with pytest.raises(PublicationError, match="received, not in use"):
             asyncio.run(publish.publish(2))
     finally:
@@ -262,3 +323,17 @@ def test_an_evaluation_from_disk_is_that_of_the_published_weights(engine, client
     assert values(score(from_disk)) == metrics
     assert all(len({rollout.outcome.score for rollout in rollouts}) == 1 for rollouts in greedy["p"])
     assert values(score(greedy))["eval/p/failures"] == 0
+
+
+def test_a_deterministic_engine_gives_a_request_the_same_bits_whatever_else_runs(ray_session, model_dir):
+    """The CPU kernels round by the size of the batch, so a plain engine does not."""
+    deterministic = engine_on(model_dir, deterministic=True)
+    try:
+        ids, *others = prompts(17)
+        (alone,) = ray.get([deterministic.generate.remote("alone", ids, sampling(7))], timeout=60)
+        crowd = [deterministic.generate.remote(f"c{i}", other, sampling(i)) for i, other in enumerate(others)]
+        among = ray.get([deterministic.generate.remote("among", ids, sampling(7)), *crowd], timeout=120)[0]
+        assert among.token_ids.tolist() == alone.token_ids.tolist() and len(alone.token_ids) > 1
+        assert among.logprobs.tobytes() == alone.logprobs.tobytes()
+    finally:
+        ray.kill(deterministic)

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from molt.batch.plan import SampleTask
-from molt.config import AdamConfig, CriticConfig, FsdpConfig
+from molt.config import AdamConfig, CriticConfig, FsdpConfig, TrainConfig
 from molt.report import metrics as report
 from molt.train.checkpoint import begin, commit
 from molt.train.critic import Critic, CriticSettings
@@ -22,7 +22,8 @@ def settings(path, *, packed=False, lr=1e-3, epochs=1):
         model_name_or_path=str(path), gradient_checkpoint="none", adam=AdamConfig(lr=lr), max_norm=0.0,
         value_clip=CLIP, max_epochs=epochs,
     )  # fmt: skip
-    return CriticSettings(critic, FsdpConfig(device="cpu", packing_samples=packed), seed=0, max_len=64, total_steps=10)
+    fsdp, train = FsdpConfig(device="cpu", packing_samples=packed), TrainConfig(seed=0)
+    return CriticSettings(critic, fsdp, train, max_len=64, total_steps=10)
 
 
 @pytest.fixture

@@ -1,0 +1,63 @@
+"""The watchdog: when silence is silence, and what its table says."""
+
+import time
+
+from molt.rollout.watchdog import RolloutState, Watchdog, table
+
+
+def state(group: str, silent_s: float, doing: str = "agent") -> RolloutState:
+    return RolloutState(group, 0, "runner0", doing, 2, age_s=silent_s + 1, silent_s=silent_s)
+
+
+class Runners:
+    def __init__(self):
+        self.begun_again: list[set[str]] = []
+
+    def again(self, group_ids):
+        self.begun_again.append(group_ids)
+
+
+def watchdog(mending=lambda: False, patience_s=0.0):
+    runners, events = Runners(), []
+    on_event = lambda kind, **fields: events.append((kind, fields))  # noqa: E731
+    return Watchdog(runners, 5.0, on_event, mending, patience_s), runners, events
+
+
+def test_only_when_all_are_silent_are_they_begun_again(capsys):
+    dog, runners, events = watchdog()
+    dog.look([])
+    dog.look([state("0:1", 9), state("0:2", 4)])
+    assert runners.begun_again == events == []
+    dog.look([state("0:1", 9), state("0:2", 6, "engine")])
+    assert runners.begun_again == [{"0:1", "0:2"}]
+    assert events[0][0] == "silence" and events[0][1]["groups"] == ["0:1", "0:2"]
+    printed = capsys.readouterr().err
+    assert "train.watchdog_s (=5); 2 are in flight" in printed
+    assert printed.index("0:1:0") < printed.index("0:2:0"), "the most silent one first"
+
+
+def test_a_rollout_within_its_own_deadline_is_shown_once_and_left_alone(capsys):
+    dog, runners, events = watchdog(patience_s=20.0)
+    for silent_s in (6, 12, 19):
+        dog.look([state("0:1", silent_s, "engine")])
+    assert [kind for kind, _ in events] == ["silence"] and runners.begun_again == []
+    assert capsys.readouterr().err.count("begin again after 20 s") == 1
+    dog.look([state("0:1", 21, "engine")])
+    assert runners.begun_again == [{"0:1"}]
+
+
+def test_waiting_for_an_engine_that_is_restarted_is_no_silence():
+    mending = True
+    dog, runners, _ = watchdog(lambda: mending)
+    dog.look([state("0:1", 100)])
+    mending = False
+    dog.look([state("0:1", 101)])  # it has just come back
+    assert runners.begun_again == []
+    dog.mended = time.monotonic() - 6
+    dog.look([state("0:1", 107)])
+    assert runners.begun_again == [{"0:1"}]
+
+
+def test_a_long_table_says_how_many_it_leaves_out():
+    rows = table([state(f"0:{i}", i) for i in range(23)]).splitlines()
+    assert len(rows) == 22 and "0:22:0" in rows[1] and rows[-1] == "  and 3 more"

@@ -1,0 +1,208 @@
+"""What dies is replaced, and what hangs: engines, runners, ranks, publications. Real Ray, `FakeEngine`.
+
+The engines' faults are injected once, at a place of their protocol; processes are killed by SIGKILL between two steps.
+"""
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+
+from molt.errors import PublicationError, RankLostError
+from molt.records import Records
+from tests.fakes import FakeEngine
+from tests.runs import events, metrics, run, settings, trained_groups, write_prompts
+
+pytestmark = pytest.mark.ray
+PROMPTS = 40
+
+
+def faulty(flag: Path, method: str, fault: str):
+    """The actor class of a `FakeEngine` on which, at the third call of `method` by any engine, the fault happens once.
+
+    die: the process is gone; hang: neither this call nor any other one is answered; torn: a tensor arrives changed.
+    """
+
+    class Faulty(FakeEngine):
+        calls = 0
+        hung = False
+
+        async def alive(self):
+            await self.answer()
+            return await super().alive()
+
+        async def answer(self):
+            import asyncio
+
+            while self.hung:
+                await asyncio.sleep(1)
+
+        async def fail(self, info=None):
+            self.calls += 1
+            if self.calls < 3 or flag.exists():
+                return
+            flag.touch()
+            if fault == "die":
+                os._exit(1)
+            self.hung = fault == "hang"
+            await self.answer()
+            if fault == "torn":
+                self.tear(info["path"])
+
+        def tear(self, path):
+            from safetensors.torch import load_file, save_file
+
+            tensors = load_file(path)
+            tensors["model.norm.weight"][0] += 1
+            save_file(tensors, path)
+
+    async def wrapped(self, *args):
+        await self.fail(*args[:1])
+        return await getattr(FakeEngine, method)(self, *args)
+
+    setattr(Faulty, method, wrapped)
+    return ray.remote(max_concurrency=16384)(Faulty)
+
+
+def workers(kind: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            found += [process] * process.cmdline()[0].startswith(f"ray::{kind}")
+        except (psutil.Error, IndexError):
+            continue
+    return found
+
+
+def kill_after(monkeypatch, kinds: dict[int, str]) -> None:
+    """SIGKILL one process of the kind when the step is recorded, once each."""
+    step, left = Records.step, dict(kinds)
+
+    async def then_kill(self, run, *args):
+        await step(self, run, *args)
+        if kind := left.pop(run.step, None):
+            process = workers(kind)[-1]
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait(timeout=10)
+
+    monkeypatch.setattr(Records, "step", then_kill)
+
+
+def config(model_dir, directory, *more):
+    prompts = write_prompts(directory / "p.jsonl", PROMPTS)
+    return settings(model_dir, directory / "out", prompts, "--train.watchdog_s", "4", *more)
+
+
+def assert_whole(output: Path, queue: int = 1) -> None:
+    """Every prompt trained exactly once, nothing too stale, trainer and engine agree (that it learns: `make chaos`)."""
+    assert sorted(trained_groups(output)) == sorted(f"0:{i}" for i in range(PROMPTS))
+    assert len(metrics(output, "train/loss")) == PROMPTS // 4
+    assert max(metrics(output, "staleness/max")) <= queue
+    assert max(metrics(output, "mismatch/abs_max")) <= 1e-4
+    assert not any(metrics(output, "faults/discarded_groups"))
+
+
+def versions(output: Path) -> list[int]:
+    return [event["version"] for event in events(output, "publication")]
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_a_killed_engine_comes_back_with_the_published_weights(ray_session, model_dir, tmp_path, monkeypatch, engines):
+    kill_after(monkeypatch, {3: "FakeEngine"})
+    run(config(model_dir, tmp_path, "--vllm.num_engines", str(engines)))
+    output = tmp_path / "out"
+    assert_whole(output)
+    assert len(events(output, "engine_lost")) == 1
+    assert len(events(output, "engine_restarted")) == 1 or engines == 2  # the other one may finish the run before
+    assert versions(output) == list(range(11))
+
+
+@pytest.mark.parametrize(("engines", "method", "fault"), [
+    (1, "update_weights", "die"), (2, "update_weights", "die"), (1, "update_weights", "torn"),
+    (2, "update_weights", "torn"), (1, "start_weight_update", "hang"), (2, "score", "hang"),
+])  # fmt: skip
+def test_a_publication_that_an_engine_spoils_is_repeated(ray_session, model_dir, tmp_path, engines, method, fault):
+    worker = faulty(tmp_path / "flag", method, fault)
+    run(config(model_dir, tmp_path, "--vllm.num_engines", str(engines)), worker)
+    output = tmp_path / "out"
+    assert_whole(output)
+    assert not any(metrics(output, "train/skipped_count"))
+    failed = events(output, "publication_failed")
+    assert len(failed) == 1 and failed[0]["attempt"] == 1
+    assert len(events(output, "engine_restarted")) == 1 or engines == 2
+    assert versions(output) == list(range(11))
+    if fault == "torn":
+        assert "tensor 'model.norm.weight' arrived with other bytes" in failed[0]["error"]
+
+
+def test_an_engine_that_always_tears_stops_the_run(ray_session, model_dir, tmp_path):
+    class Torn(FakeEngine):
+        async def update_weights(self, info):
+            await super().update_weights(info)
+            self.received["model.norm.weight"] ^= 1
+
+    with pytest.raises(PublicationError, match=r"'model.norm.weight' arrived with other bytes"):
+        run(config(model_dir, tmp_path), ray.remote(max_concurrency=16384)(Torn))
+    assert len(events(tmp_path / "out", "publication_failed")) == 2
+
+
+def test_a_hung_engine_is_restarted_and_its_rollouts_go_on(ray_session, model_dir, tmp_path):
+    class Hung(FakeEngine):
+        calls = 0
+
+        async def generate(self, *args):
+            import time
+
+            self.calls += 1
+            flag = tmp_path / "flag"
+            if self.calls == 30 and not flag.exists():
+                flag.touch()
+                time.sleep(3600)  # blocks its event loop: nothing is answered
+            return await super().generate(*args)
+
+    run(config(model_dir, tmp_path), ray.remote(max_concurrency=16384)(Hung))
+    output = tmp_path / "out"
+    assert_whole(output)
+    assert "no answer within train.watchdog_s (=4)" in events(output, "engine_lost")[0]["reason"]
+
+
+@pytest.mark.parametrize(("label", "kind", "said"), [
+    ("block:", "runner_lost", "is replaced: no answer within train.watchdog_s (=4)"),
+    ("hang:", "silence", "no rollout has done anything for train.watchdog_s (=4); "),
+    ("deaf:", "begun_again", "no rollout has done anything for train.watchdog_s (=4); "),
+])  # fmt: skip
+def test_a_hung_env_is_found_shown_and_begun_again(ray_session, model_dir, tmp_path, capfd, label, kind, said):
+    prompts = write_prompts(tmp_path / "p.jsonl", PROMPTS, {9: f"{label}{tmp_path / 'flag'}"})
+    run(settings(model_dir, tmp_path / "out", prompts, "--train.watchdog_s", "4", "--rollout.timeout_s", "8"))
+    output, printed = tmp_path / "out", capfd.readouterr().err
+    assert_whole(output)
+    assert len(events(output, kind)) == 1 and said in printed
+    assert re.search(r"^  0:\d+:\d ", printed, re.M)
+
+
+def test_a_killed_rank_is_a_resume_inside_the_driver(ray_session, model_dir, tmp_path, monkeypatch):
+    kill_after(monkeypatch, {3: "PolicyWorker", 7: "PolicyWorker", 8: "RunnerWorker"})
+    run(config(model_dir, tmp_path, "--actor.num_gpus_per_node", "2", "--ckpt.save_steps", "2"))
+    output = tmp_path / "out"
+    assert_whole(output)
+    assert [(e["step"], e["version"]) for e in events(output, "recovered")] == [(2, 4), (6, 10)]
+    assert versions(output) == sorted(set(versions(output))), "a version is never used twice"
+    assert [e["abandoned_steps"] for e in events(output, "resumed")] == [[3], [7]]
+    assert len(list((output / "run" / "abandoned").iterdir())) == 2
+
+
+def test_ranks_that_die_again_and_again_stop_the_run(ray_session, model_dir, tmp_path, monkeypatch):
+    step = Records.step
+
+    async def then_kill(self, run, *args):
+        await step(self, run, *args)
+        os.kill(workers("PolicyWorker")[-1].pid, signal.SIGKILL)
+
+    monkeypatch.setattr(Records, "step", then_kill)
+    with pytest.raises(RankLostError, match="a policy rank died"):
+        run(config(model_dir, tmp_path, "--train.max_restarts", "1", "--ckpt.save_steps", "-1"))
+    assert len(events(tmp_path / "out", "rank_lost")) == 2

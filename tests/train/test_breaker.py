@@ -1,0 +1,273 @@
+"""The circuit breaker: its limit by hand, and what a policy and a critic do with a step that is not fit to be taken."""
+
+import json
+from dataclasses import replace
+from math import inf, isfinite, nan
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from molt.report import metrics as report
+from molt.train.breaker import FEWEST, WINDOW, Breaker, merge_evidence
+from molt.train.checkpoint import begin, commit
+from molt.train.critic import Critic
+from molt.train.optimizer import lr_factor
+from molt.train.policy import Policy
+from tests.train import test_critic as of_critic
+from tests.train import test_policy as of_policy
+from tests.train.ranks import free_port, run_ranks, whole
+
+RATE = 1e-4
+
+
+def breaker(norms, factor=3.0):
+    made = Breaker(factor)
+    for norm in norms:
+        made.add(norm)
+    return made
+
+
+def test_the_limit_by_hand():
+    assert breaker([1.0] * 7).limit == inf  # one too few
+    # sorted: 1 1 2 2 4 4 9 9: the median is (2 + 4) / 2
+    assert breaker([9.0, 1.0, 2.0, 4.0, 4.0, 2.0, 1.0, 9.0]).limit == 3 * 3.0
+    # Steps without any gradient tell nothing: seven norms are left, then eight.
+    assert breaker([0.0] * 20 + [1.0] * 7).limit == inf
+    assert breaker([0.0] * 20 + [1.0] * 8).limit == 3.0
+    assert breaker([1.0] * 9, factor=inf).limit == inf
+
+
+def test_the_limit_forgets():
+    made = breaker([100.0] * WINDOW + [1.0] * (WINDOW // 2))
+    assert made.limit == 3 * 50.5  # half old, half new: (1 + 100) / 2
+    made.add(1.0)
+    assert made.limit == 3.0
+
+
+def test_evidence_of_ranks_is_merged_by_step():
+    first = [{"loss": 1.0, "tensors": ["b"], "groups": [0, 2]}, {"loss": None, "tensors": [], "groups": []}]
+    second = [{"loss": 1.0, "tensors": ["a", "b"], "groups": [1, 2]}, {"loss": None, "tensors": ["c"], "groups": [5]}]
+    assert merge_evidence([first, second]) == [
+        {"loss": 1.0, "tensors": ["a", "b"], "groups": [0, 1, 2]},
+        {"loss": None, "tensors": ["c"], "groups": [5]},
+    ]
+    assert merge_evidence([[], []]) == []
+
+
+def make_policy(path, rank=0, world_size=1, port=0):
+    if dist.is_initialized():
+        dist.destroy_process_group()  # a policy makes its own
+    return Policy(of_policy.settings(path, lr=RATE, lr_scheduler="cosine"), rank, world_size, "127.0.0.1", port, 0)
+
+
+@pytest.fixture
+def policy(tiny):
+    yield make_policy(tiny)
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def critic(tiny):
+    yield Critic(of_critic.settings(tiny, lr=RATE), 0, 1, "", 0, 0)
+    dist.destroy_process_group()
+
+
+def scaled(step, factor):
+    """A step whose loss, and so whose gradient, is so many times as large."""
+    return [[replace(task, weight=task.weight * factor) for task in tasks] for tasks in step]
+
+
+def state_of(trained):
+    """Weights and optimizer state of all ranks, by name."""
+    state = {}
+    for name, p in trained.model.named_parameters():
+        state[name] = whole(p)
+        state |= {f"{name}/{key}": whole(value) for key, value in trained.optimizer.state[p].items()}
+    return state
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def rates(trained):
+    return [group["lr"] for group in trained.optimizer.param_groups]
+
+
+def test_a_step_with_a_loss_that_is_not_finite_is_skipped(policy):
+    samples = of_policy.make_samples()
+    (good,) = of_policy.make_plan(samples, (((0, 1), (2, 3)),))
+    of_policy.train(policy, [good], samples)
+    before = state_of(policy)
+    metrics = of_policy.train(policy, [scaled(good, nan)], samples)
+    assert same(state_of(policy), before)
+    assert all(p.grad is None for p in policy.model.parameters())
+    assert metrics["train/skipped_count"].total == metrics["train/skipped_nonfinite_count"].total == 1
+    assert "train/skipped_spike_count" not in metrics
+    assert "train/loss" not in metrics and "train/grad_norm" not in metrics
+    assert metrics["train/entropy"].count == 28  # what is finite of the step is still told
+    (evidence,) = policy.evidence()
+    json.dumps(evidence, allow_nan=False)
+    tensors = evidence.pop("tensors")
+    assert len(tensors) == 3 and set(tensors) <= {name for name, _ in policy.model.named_parameters()}
+    assert evidence == {
+        "optimizer_step": 1, "reason": "nonfinite", "loss": None, "norm": None, "limit": None, "groups": [0, 1],
+    }  # fmt: skip
+    assert policy.evidence() == []  # it is told once
+    # The schedule counts the skipped step, and training goes on.
+    config = policy.settings.actor
+    assert rates(policy) == [RATE * lr_factor(2, config, total_steps=10)] * 2
+    assert not set(of_policy.train(policy, [good], samples)) & {"train/skipped_count", "train/skipped_nonfinite_count"}
+    assert not same(state_of(policy), before)
+
+
+def test_the_very_first_step_may_be_skipped(policy):
+    samples = of_policy.make_samples()
+    (good,) = of_policy.make_plan(samples, (((0, 1, 2, 3),),))
+    before = state_of(policy)
+    of_policy.train(policy, [scaled(good, nan)], samples)
+    assert same(state_of(policy), before) and policy.scheduler.last_epoch == 1
+    of_policy.train(policy, [good], samples)
+    assert policy.scheduler.last_epoch == 2 and not same(state_of(policy), before)
+
+
+def test_the_other_steps_of_a_batch_are_taken(policy):
+    samples = of_policy.make_samples()
+    first, second = of_policy.make_plan(samples, (((0, 1),), ((2,), (3,))))
+    before = state_of(policy)
+    metrics = of_policy.train(policy, [first, scaled(second, nan)], samples)
+    assert not same(state_of(policy), before)
+    assert metrics["train/loss"].count == metrics["train/grad_norm"].count == 1
+    assert metrics["train/lr"].count == 2
+    assert all(isfinite(value) for value in report.values(metrics).values())
+    assert [evidence["groups"] for evidence in policy.evidence()] == [[1]]
+
+
+def normal_steps(policy, plan, samples, number):
+    return [of_policy.train(policy, plan, samples)["train/grad_norm"].total for _ in range(number)]
+
+
+def test_a_gradient_100_times_the_usual_one_is_skipped_and_twice_the_usual_one_is_not(policy):
+    samples = of_policy.make_samples()
+    (good,) = of_policy.make_plan(samples, (((0, 1, 2, 3),),))
+    norms = normal_steps(policy, [good], samples, FEWEST - 1)
+    assert list(policy.breaker.norms) == norms
+    norms += normal_steps(policy, [scaled(good, 2.0)], samples, 1)
+    before = state_of(policy)
+    metrics = of_policy.train(policy, [scaled(good, 100.0)], samples)
+    assert same(state_of(policy), before)
+    assert metrics["train/skipped_count"].total == metrics["train/skipped_spike_count"].total == 1
+    assert list(policy.breaker.norms) == norms  # a spike does not raise the limit for the next
+    (evidence,) = policy.evidence()
+    middle = sorted(norms)
+    assert evidence["reason"] == "spike" and evidence["tensors"] == []
+    assert evidence["limit"] == pytest.approx(20 * (middle[3] + middle[4]) / 2)
+    assert evidence["norm"] == pytest.approx(100 * norms[-1] / 2, rel=0.2)  # the weights have moved a little since
+    assert evidence["loss"] == metrics["train/loss"].total and evidence["norm"] == metrics["train/grad_norm"].total
+    normal_steps(policy, [good], samples, 1)
+    assert policy.evidence() == [] and not same(state_of(policy), before)
+
+
+def test_the_limit_needs_some_norms(policy):
+    samples = of_policy.make_samples()
+    (good,) = of_policy.make_plan(samples, (((0, 1, 2, 3),),))
+    normal_steps(policy, [good], samples, FEWEST - 1)
+    of_policy.train(policy, [scaled(good, 100.0)], samples)
+    assert policy.evidence() == []
+
+
+def saved(trained, directory):
+    aside = begin(directory, 1)
+    trained.save(aside, background=False)
+    return commit(aside)
+
+
+def test_a_resumed_run_decides_the_same(policy, tiny, tmp_path):
+    samples = of_policy.make_samples()
+    (good,) = of_policy.make_plan(samples, (((0, 1, 2, 3),),))
+    normal_steps(policy, [good], samples, FEWEST)
+    norms, path = list(policy.breaker.norms), saved(policy, tmp_path)
+    resumed = make_policy(tiny)
+    resumed.breaker.add(7.0)  # what it knew is not of this lineage
+    resumed.load(path)
+    assert list(resumed.breaker.norms) == norms
+    resumed_metrics = of_policy.train(resumed, [scaled(good, 100.0)], samples)
+    assert resumed_metrics["train/skipped_spike_count"].total == 1
+
+
+def critic_step(critic, plan, samples, returns):
+    critic.score(plan, samples)
+    return critic.train(returns)
+
+
+def test_a_critic_skips_too_and_remembers_its_own_norms(critic, tiny, tmp_path):
+    samples = of_critic.make_samples()
+    (good,), returns = of_critic.make_plan(samples, of_critic.WHOLE), of_critic.make_returns(samples)
+    for _ in range(FEWEST):
+        critic_step(critic, [good], samples, returns)
+    before, norms = state_of(critic), list(critic.breaker.norms)
+    for factor, reason in ((nan, "nonfinite"), (100.0, "spike")):
+        metrics = critic_step(critic, [scaled(good, factor)], samples, returns)
+        assert same(state_of(critic), before)
+        assert metrics["train/skipped_count"].total == metrics[f"train/skipped_{reason}_count"].total == 1
+        assert isfinite(metrics["train/explained_variance"].total)
+        (evidence,) = critic.evidence()
+        assert evidence["reason"] == reason and evidence["groups"] == [0, 1, 2, 3]
+    path = saved(critic, tmp_path)
+    dist.destroy_process_group()
+    resumed = Critic(of_critic.settings(tiny, lr=RATE), 0, 1, "", 0, 0)
+    resumed.load(path)
+    assert list(resumed.breaker.norms) == norms and len(norms) == FEWEST
+    critic_step(resumed, [good], samples, returns)
+    assert not same(state_of(resumed), before)
+
+
+def test_values_that_are_nan_are_a_loss_that_is_not_finite(critic):
+    samples = of_critic.make_samples()
+    plan, returns = of_critic.make_plan(samples, of_critic.WHOLE), of_critic.make_returns(samples)
+    critic.score(plan, samples)
+    before = state_of(critic)
+    critic.model.register_forward_hook(lambda model, inputs, values: values * nan)
+    assert critic.train(returns)["train/skipped_nonfinite_count"].total == 1
+    assert same(state_of(critic), before)
+
+
+FAULTS = {
+    # Log-probs of which no ratio can be formed; or a finite loss whose gradient is infinite.
+    "nan": lambda model, inputs, found: (found[0] * nan, *found[1:]),
+    "inf": lambda model, inputs, found: found[0].register_hook(lambda gradient: gradient * inf) and None,
+}
+
+
+def on_a_rank(mesh, path, port, plans, samples):
+    """For each fault, of rank 1 alone: metrics, evidence, whether nothing changed; then whether a step moves it."""
+    rank, results = mesh.get_rank(), []
+    policy = make_policy(path, rank, 2, port)
+    for fault in FAULTS.values():
+        before = state_of(policy)
+        hook = policy.model.register_forward_hook(fault) if rank == 1 else None
+        metrics = of_policy.train(policy, plans[rank], samples)
+        if hook:
+            hook.remove()
+        results.append((metrics, policy.evidence(), same(state_of(policy), before)))
+    of_policy.train(policy, plans[rank], samples)
+    return results, not same(state_of(policy), before) and not policy.evidence()
+
+
+def test_every_rank_skips_when_one_has_the_fault(tiny, tmp_path):
+    samples = of_policy.make_samples()
+    (step,) = of_policy.make_plan(samples, (((0, 1), (2, 3)),))
+    plans = [[[step[0], []]], [[step[1], []]]]
+    ranks = run_ranks(on_a_rank, 2, tmp_path, tiny, free_port(), plans, samples)
+    assert all(moved for _, moved in ranks)
+    for number, fault in enumerate(FAULTS):
+        metrics, evidence, unchanged = zip(*(results[number] for results, _ in ranks), strict=True)
+        assert all(unchanged), fault
+        merged = report.merge(metrics)
+        # One skipped step, however many ranks skipped it.
+        assert merged["train/skipped_count"].total == merged["train/skipped_nonfinite_count"].total == 1
+        assert all(isfinite(value) for value in report.values(merged).values())
+        (told,) = merge_evidence(evidence)
+        assert told["groups"] == [0, 1] and told["optimizer_step"] == number and told["tensors"]
+        assert (told["loss"] is None) == (fault == "nan") and told["norm"] is None
