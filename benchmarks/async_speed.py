@@ -43,42 +43,37 @@ MODES = {
         "--rollout.vllm_generate_batch_size", str(2 * PROMPTS),
     ],
 }  # fmt: skip
-AGENT = (
-    """
+AGENT = """
 from dataclasses import replace
 
 from molt.agents import Env, Result, StepEnvRunner
 
 class Sevens(Env):
-    '''As long as its label says: one answer of so many tokens, or so many turns. The reward is the share of sevens.'''
+    '''The label says how many turns, and how many tokens in each. The reward is the share of sevens.'''
 
     async def step(self, state):
-        kind, number = state["label"].split()
+        turns, tokens = map(int, state["label"].split())
         self.said = getattr(self, "said", "") + state["action"]
-        if kind == "turns" and state["turn"] + 1 < int(number):
+        if state["turn"] + 1 < turns:
             return Result(0.0, "go on", terminated=False)
-        tokens = int(number) * (1 if kind == "tokens" else %d)
-        return Result(self.said.count("7") / tokens)
+        return Result(self.said.count("7") / (turns * tokens))
 
 class AgentRunner(StepEnvRunner):
     def __init__(self):
         super().__init__(Sevens)
 
     async def run(self, context):
-        kind, number = context.prompt.label.split()
-        tokens = int(number) if kind == "tokens" else context.max_new_tokens
-        return await super().run(replace(context, max_new_tokens=tokens))
+        _, tokens = context.prompt.label.split()
+        return await super().run(replace(context, max_new_tokens=int(tokens)))
 """
-    % TURN_TOKENS
-)
 
 
 def label(options: argparse.Namespace, numbers: random.Random) -> str:
-    """How long an episode is."""
+    """How long an episode is: turns, and tokens of each."""
     if options.turns:
         turns = round(FEWEST_TURNS * math.exp(abs(numbers.gauss(0, SIGMA / 2))))
-        return f"turns {min(turns, MOST_TURNS)}"
-    return f"tokens {min(max(4, round(options.median * math.exp(numbers.gauss(0, SIGMA)))), LONGEST)}"
+        return f"{min(turns, MOST_TURNS)} {TURN_TOKENS}"
+    return f"1 {min(max(4, round(options.median * math.exp(numbers.gauss(0, SIGMA)))), LONGEST)}"
 
 
 def write_prompts(path: Path, count: int, options: argparse.Namespace, seed: int) -> Path:
@@ -99,7 +94,7 @@ def settings(folder: Path, options: argparse.Namespace, mode: str, seed: int) ->
         "algo.advantage.estimator": "grpo",
         "rollout.batch_size": PROMPTS,
         "rollout.n_samples_per_prompt": SAMPLES,
-        "rollout.max_new_tokens": TURN_TOKENS if options.turns else LONGEST,
+        "rollout.max_new_tokens": LONGEST,
         "train.agent_path": folder / "agent.py",
         "train.micro_batch_size": 16,
         "train.seed": seed,
