@@ -38,7 +38,9 @@ saves = lambda *_: Path("signals").open("a").write("signal ")
 for number in (signal.SIGTERM, signal.SIGINT) if what == "obey" else ():
     signal.signal(number, saves)
 Path("waits").touch()
-while not Path("signals").exists():
+for _ in range(1200):
+    if Path("signals").exists():
+        break
     time.sleep(0.05)
 time.sleep(0.5)
 """
@@ -99,7 +101,7 @@ def test_a_signal_reaches_the_driver_once_and_nothing_is_started_again(folder, d
         deadline = time.monotonic() + 60
         while not (folder / "waits").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
-        (child,) = psutil.Process().children()
+        (child,) = (process for process in psutil.Process().children() if "obedient" in process.cmdline())
         os.kill(os.getpid(), number)
         if number == signal.SIGINT:
             child.send_signal(number)
