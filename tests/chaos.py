@@ -87,12 +87,18 @@ def disturb(process: subprocess.Popen, output: Path, schedule: list[tuple[int, f
     for step, delay, kind in schedule:
         wait(process, lambda step=step: len(steps_of(output)) >= step, STEP_S)
         time.sleep(delay)
-        wait(process, lambda kind=kind: family(process, kind), STEP_S)
-        victims = family(process, kind)
-        if victims:
-            os.kill(rng.choice(victims).pid, signal.SIGKILL)
-            killed.append((kind, time.time()))
+        wait(process, lambda kind=kind: kill_one(family(process, kind), rng), STEP_S)
+        killed.append((kind, time.time()))
     return killed
+
+
+def kill_one(victims: list[psutil.Process], rng: random.Random) -> bool:
+    """Whether there was one, and it had not ended by itself."""
+    try:
+        os.kill(rng.choice(victims).pid, signal.SIGKILL)
+        return True
+    except (IndexError, ProcessLookupError):
+        return False
 
 
 def run(model: str, output: Path, engine: str, steps: int, seed: int | None) -> tuple[float, dict[str, float]]:
