@@ -18,7 +18,7 @@ Not here: other media, settings of templates (the defaults are rendered).
 import copy
 import json
 import re
-import uuid
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -411,7 +411,7 @@ def _call(name: Any, arguments: Any, call_id: str | None = None) -> ToolCall | N
         text.encode()  # half of a surrogate pair is no text
     except (ValueError, RecursionError):
         return None
-    return ToolCall(call_id or uuid.uuid4().hex[:9], name, text)  # nine letters and digits, as Mistral's templates ask
+    return ToolCall(call_id or secrets.token_hex(5)[:9], name, text)  # nine letters and digits, as Mistral's templates ask
 
 
 def _made_call(call_id: str, name: str, **arguments) -> dict[str, Any]:

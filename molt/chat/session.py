@@ -193,7 +193,7 @@ class Session:
         if match.node is self.tree.root:
             return None
         files, before = read_images(match.rest), self.tree.media(match.node)
-        past, sampled = self.tree.ids(match.node).tolist(), len(match.node.token_ids)
+        past, sampled = match.ids.tolist(), len(match.node.token_ids)
         longer = self.renderer.bridge(past, _named_rest(request, match), request.tools, sampled=sampled)
         return longer and self.renderer.place(longer, files, start=len(past), before=before)
 

@@ -149,6 +149,8 @@ class Match:
     said: list[Meaning]
     """Of each message in `rest`."""
     tools: list[dict[str, Any]]
+    ids: np.ndarray
+    """int32, of the node's path."""
 
 
 class Tree:
@@ -185,7 +187,7 @@ class Tree:
         index = max(found)[-1]
         node = self.nodes[index] if index >= 0 else self.root
         reason = self._reason(node, said, offered, left)
-        return Match(node, messages[node.end :], reason, said[node.end :], offered)
+        return Match(node, messages[node.end :], reason, said[node.end :], offered, self.ids(node))
 
     def _offered(self, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
         """The tools, kept once however many calls offer the same."""
@@ -229,9 +231,11 @@ class Tree:
         Where the engine was not given the exact ids of the matched path, the node goes off at the deepest
         node of it whose ids are the beginning of the prompt, for the reason `template`.
         """
-        parent, reason, given = match.node, match.reason, np.asarray(turn.prompt_ids, np.int32)
-        while not np.array_equal(given[: len(ids := self.ids(parent))], ids):
+        parent, reason, ids = match.node, match.reason, match.ids
+        given = np.asarray(turn.prompt_ids, np.int32)
+        while not np.array_equal(given[: len(ids)], ids):
             parent, reason = parent.parent, "template"
+            ids = self.ids(parent)
         same = len(given) == len(prompt_ids) and given[len(ids) :].tolist() == prompt_ids[len(ids) :]
         assert same, "the turn was sampled from another prompt than is recorded"
         above = [n for n in match.node.path if n.end > parent.end]
