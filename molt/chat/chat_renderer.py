@@ -411,7 +411,7 @@ def _call(name: Any, arguments: Any, call_id: str | None = None) -> ToolCall | N
         text.encode()  # half of a surrogate pair is no text
     except (ValueError, RecursionError):
         return None
-    return ToolCall(call_id or secrets.token_hex(5)[:9], name, text)  # nine letters and digits, as Mistral's templates ask
+    return ToolCall(call_id or secrets.token_hex(5)[:9], name, text)  # nine characters, as Mistral's templates ask
 
 
 def _made_call(call_id: str, name: str, **arguments) -> dict[str, Any]:
@@ -419,7 +419,7 @@ def _made_call(call_id: str, name: str, **arguments) -> dict[str, Any]:
 
 
 def _stand_in_id(index: int) -> str:
-    return f"moltid{index:03}"  # nine letters and digits, as Mistral's templates ask
+    return f"moltid{index:03}"  # nine letters and digits, as some templates ask
 
 
 def _turn(results: Iterable[Message] = ()) -> Message:

@@ -115,8 +115,7 @@ class ChatServer:
         # A stream that is refused within the first seconds is refused with a status, like any other answer.
         patience = self.ping_s if body.get("stream") else None
         await asyncio.wait({task, gone}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
-        left = not gone.cancel()  # it was done
-        if task.cancelled() or left:
+        if not gone.cancel() or task.cancelled():  # what is done cannot be cancelled
             session.leave(work)
             return Response(status_code=499)
         if body.get("stream") and not (task.done() and task.exception()):

@@ -47,9 +47,7 @@ class Meaning(NamedTuple):
 
     def echoes(self, said: "Meaning") -> bool:
         """This, in a request, is what was `said`: reasoning left out is no difference."""
-        if self is said:
-            return True
-        same = self.content == said.content and self.calls == said.calls and self.role == said.role
+        same = self is said or self[:3] == said[:3]
         return same and self.reasoning in ("", said.reasoning)
 
     @property

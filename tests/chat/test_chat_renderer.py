@@ -28,6 +28,10 @@ NAMING = CHATML.replace("+ m.content", "+ (m.name + ': ' if m.name else '') + m.
 JOINING = CHATML.replace(
     "+ m.content", "+ m.content + ((m.tool_calls[0].function.arguments + '!') if m.tool_calls else '')"
 )
+# As Mistral's: the ids of calls stand after what they call, and before the results.
+IDENTIFYING = QWEN3.replace("'</tool_call>'", "'</tool_call>' + call.id").replace(
+    "'\n<tool_response>'", "'\n<tool_response>' + m.tool_call_id"
+)
 
 
 def user(content="go on"):
@@ -127,7 +131,7 @@ TURNS = [
     (assistant("done"), [user("a"), user("b")]),
 ]
 FALLBACKS = [(CHATML, bpe_tokenizer), (CHATML, char_tokenizer), (QWEN3, bpe_tokenizer), (MARKED, char_tokenizer)]
-FALLBACKS += [(HOISTING, bpe_tokenizer), (NAMING, bpe_tokenizer)]
+FALLBACKS += [(HOISTING, bpe_tokenizer), (NAMING, bpe_tokenizer), (IDENTIFYING, bpe_tokenizer)]
 RENDERERS = [pytest.param(of_family, (name,), id=name) for name in FAMILIES]
 RENDERERS += [pytest.param(of_template, pair, id=f"template{i}") for i, pair in enumerate(FALLBACKS)]
 

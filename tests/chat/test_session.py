@@ -1,6 +1,7 @@
 """The session: what is recorded, replayed, refused, and what ends it."""
 
 import asyncio
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from molt.chat.protocol import ChatError, ChatRequest
-from molt.chat.session import RETRY, Session, _echo
+from molt.chat.session import LIGHT_BYTES, LIGHT_TEXT, RETRY, Session, _echo
 from molt.types import InfraFailure
 from tests.chat.scripted import VERSION, ScriptedModel, ids_of, renderer, text_of, turn_of
 
@@ -186,6 +187,28 @@ def test_equal_parallel_calls_that_are_all_tried_again_do_not_share_a_sample():
         return [contents(await work.task) for work in works]
 
     assert sorted(asyncio.run(run())) == [["one"], ["two"]] and len(session.tree.samples()) == 2
+
+
+@pytest.mark.parametrize("said, size, light", [(1, 0, True), (LIGHT_TEXT + 1, 0, False), (1, LIGHT_BYTES + 1, False)])
+def test_only_a_short_turn_is_rendered_on_the_event_loop(said, size, light):
+    session, threads = session_of("one", "two"), []
+    bridge = session.renderer.bridge
+
+    def seen(*args, **settings):
+        threads.append(threading.current_thread())
+        return bridge(*args, **settings)
+
+    async def run():
+        await session.answer(HI)
+        session.renderer.bridge = seen
+        said_now = [{"role": "assistant", "content": "one"}, {"role": "user", "content": "x" * said}]
+        await session.answer(replace(HI, messages=[*HI.messages, *said_now], size=size))
+
+    try:
+        asyncio.run(run())
+    finally:
+        del session.renderer.bridge
+    assert [thread is threading.main_thread() for thread in threads] == [light]
 
 
 def test_room_and_limits_bound_the_sampled_tokens():
