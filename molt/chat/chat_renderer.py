@@ -17,6 +17,7 @@ Not here: other media, settings of templates (the defaults are rendered).
 
 import copy
 import json
+import marshal
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -142,6 +143,7 @@ class ChatRenderer:
         self.eos_ids: list[int] = sorted({*eos_ids, *stops, tokenizer.eos_token_id} - {None})
         spoken = tokenizer.convert_tokens_to_ids([THINK, THOUGHT, "<tool_call>", "</tool_call>"])
         self._silent = set(tokenizer.all_special_ids) - set(spoken)
+        self._think: int | None = tokenizer.get_added_vocab().get(THINK)
 
     def render(self, messages: list[Message], tools: Tools = None, *, prompt: bool = True) -> list[int]:
         """The whole conversation, with the generation prompt unless `prompt` is False. Raises ChatError."""
@@ -252,7 +254,7 @@ class ChatRenderer:
         """What follows a turn's own text: its closing, the messages, the generation prompt. None if what was there
         changes: something moves before the turn, it is closed in another way, or (`template`) reasoning is dropped."""
         results = [m for m in messages if m["role"] == "tool"]
-        before, plain, alone = self._stand_in(json.dumps(tools), tuple(m.get("name", "f") for m in results))
+        before, plain, alone = self._stand_in(marshal.dumps(tools, 2), tuple(m.get("name", "f") for m in results))
         whole = self._text([_USER, _turn(results), *messages], tools, True)
         count, closing = alone.count(ANSWER), plain.rpartition(ANSWER)[2]
         end = alone.rpartition(ANSWER)[2]  # after calls: what ends them, and the closing
@@ -264,12 +266,13 @@ class ChatRenderer:
         dropped = self.thinking_retention == "template" and REASON not in whole
         return closing + parts[-1][len(end) :] if end.endswith(closing) and not dropped else None
 
-    def _stood_in(self, tools: str, names: tuple[str, ...]) -> tuple[str, str, str]:
+    def _stood_in(self, tools: bytes, names: tuple[str, ...]) -> tuple[str, str, str]:
         """The stand-in conversation: without a turn, with a plain one, with one that calls functions of these names.
 
-        `tools`: as JSON.
+        `tools`: by `marshal`, in a version that writes equal data equally.
         """
-        offered, calls = json.loads(tools), [{"name": n, "tool_call_id": _stand_in_id(i)} for i, n in enumerate(names)]
+        offered = marshal.loads(tools)
+        calls = [{"name": name, "tool_call_id": _stand_in_id(i)} for i, name in enumerate(names)]
         before, plain, alone = ([_USER, *turn] for turn in ((), (_turn(),), (_turn(calls),)))
         return self._text(before, offered), self._text(plain, offered), self._text(alone, offered)
 
@@ -279,8 +282,9 @@ class ChatRenderer:
         return self.tokenizer.text([i for i in said if i not in self._silent])
 
     def _parsed_text(self, sampled_ids: list[int], prompt_ids: list[int]) -> Parsed:
-        text, reasoning = self._spoken(sampled_ids), None
-        if self.tokenizer.text(prompt_ids[-16:]).rstrip().endswith(THINK):
+        text, reasoning, end = self._spoken(sampled_ids), None, prompt_ids[-16:]
+        maybe = self._think is None or self._think in end
+        if maybe and self.tokenizer.text(end).rstrip().endswith(THINK):
             text = THINK + text
         if text.lstrip().startswith(THINK):
             reasoning, _, text = text.lstrip().removeprefix(THINK).partition(THOUGHT)
