@@ -139,9 +139,10 @@ class RunnerPool:
                 self._open[group_id].again.set_result(None)
 
     async def states(self) -> list[RolloutState]:
-        """What every rollout in flight does. A runner that is dead, or does not answer, is replaced."""
+        """What every rollout does that somebody waits for. A runner that is dead, or does not answer, is replaced."""
         found = await asyncio.gather(*map(self._states_of, self.runners))
-        return [state for states in found for state in states]
+        # An agent that does not let itself be cancelled goes on for nobody.
+        return [state for states in found for state in states if state.group_id in self._open]
 
     def take_lag_s(self) -> float:
         """The worst lag of a runner's event loop since the last call."""

@@ -19,6 +19,7 @@ from molt.rollout.engine_worker import Sampling
 from molt.rollout.pool import MAX_ATTEMPTS, EnginePool
 from molt.rollout.producer import RunnerPool
 from molt.rollout.runner_worker import AgentHost, GroupTask, RunnerSettings, seed_of
+from molt.rollout.watchdog import RolloutState
 from molt.types import InfraFailure, PolicyFailure, Prompt, Scored, Turn
 from tests.tiny import END_ID
 
@@ -373,5 +374,30 @@ def test_a_runner_that_never_answers_is_not_replaced_for_ever(ray_session):
             assert await pool.states() == []
         with pytest.raises(LostError, match=r"replaced 2 times in a row \(train.max_restarts\).*no room"):
             await pool.states()
+
+    asyncio.run(main())
+
+
+@pytest.mark.ray
+def test_what_nobody_waits_for_any_more_is_not_in_flight(ray_session):
+    """An agent that swallows its cancellation would else look like a run in which nothing moves."""
+
+    @ray.remote(num_cpus=0)
+    class Deaf:
+        async def states(self):
+            return [RolloutState(group, 0, "runner0", "agent", 1, 99.0, 99.0) for group in ("0:1", "0:2")], 0.0
+
+        async def run_group(self, task):
+            await asyncio.sleep(60)
+
+    async def main():
+        pool = RunnerPool(lambda name: Deaf.remote(), 1, deadline_s=60, attempts=1)
+        group = asyncio.create_task(pool.run_group(SimpleNamespace(prompt=SimpleNamespace(group_id="0:2"))))
+        await asyncio.sleep(0)
+        assert [state.group_id for state in await pool.states()] == ["0:2"]
+        group.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await group
+        assert await pool.states() == []
 
     asyncio.run(main())
