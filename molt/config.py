@@ -467,8 +467,8 @@ class TrainConfig(Section, prefix="train."):
     """Equal runs give equal bits: deterministic kernels, and an engine whose tokens do not depend on what else it
     generates; slower. Needs async_queue_size 0."""
     watchdog_s: Annotated[float, above_zero("everything would count as hung")] = 600.0
-    """An engine or a runner that says nothing for so long is restarted. When no rollout does anything for so long, a table
-    says who waits for whom; they begin again after `rollout.timeout_s`."""
+    """An engine or a runner that says nothing for so long is restarted. When no rollout does anything for so long, a
+    table says who waits for whom; they begin again after `rollout.timeout_s`."""
     max_restarts: Annotated[int, at_least(0, "it is a number of restarts", "Use 0 to stop at the first loss")] = 3
     """Restarts in a row, without progress between them, of an engine, of the ranks, or (--supervise) of the driver."""
     grad_spike_factor: Annotated[
