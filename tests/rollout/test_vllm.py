@@ -63,6 +63,11 @@ def sampling(seed: int = 0, **other) -> Sampling:
                        "stop_token_ids": (END_ID,)} | other)  # fmt: skip
 
 
+def tokens_later(engine, count: int, name: str) -> ray.ObjectRef:
+    """Done when the running requests have `count` more tokens, whatever the speed: a batch decodes in step."""
+    return engine.generate.remote(name, prompts(1)[0], sampling(5, max_tokens=count, stop_token_ids=()))
+
+
 def reference_logprobs(model, ids: list[int], temperature: float = 1.0) -> np.ndarray:
     """Plain transformers: entry t is log p(token t | before), 0 for the first."""
     with torch.no_grad():
@@ -154,7 +159,7 @@ def test_cancelling_a_call_frees_the_engine(engine, client):
             engine.generate.remote(f"{name}{i}", ids, sampling(i, max_tokens=200, stop_token_ids=()))
             for i, ids in enumerate(prompts(48))
         ]
-        time.sleep(0.2)
+        ray.get(tokens_later(engine, 20, f"clock_{name}"), timeout=60)
         for call in calls if cancel else ():
             ray.cancel(call)
         started = time.monotonic()
@@ -175,7 +180,7 @@ def test_an_update_changes_the_probe_and_running_requests_finish_on_the_old_vers
         await publish.publish(1)
         before = await publish.engines.score(publish.probe, [0])
         running = engine.generate.remote("running", prompts(1)[0], sampling(3, max_tokens=200, stop_token_ids=()))
-        await asyncio.sleep(0.1)
+        await tokens_later(engine, 20, "clock")
         publish.policy.model.load_state_dict(changed(model_dir), strict=False)
         metrics = await publish.publish(2)
         after = await publish.engines.score(publish.probe, [0])
@@ -207,7 +212,7 @@ def test_a_rollout_that_straddles_two_publications(ray_session, model_dir, parti
             asked = sampling(3, max_tokens=200, stop_token_ids=())
             running = [engine.generate.remote(f"r{i}", ids, asked) for i, ids in enumerate(prompts(2))]
             for version in (1, 2):
-                await asyncio.sleep(0.3)
+                await tokens_later(engine, 20, f"clock{version}")
                 publish.policy.model = models[version]
                 await publish.publish(version)
             return await asyncio.gather(*running), await engine.generate.remote("new", prompts(2)[0], sampling(3))
