@@ -31,7 +31,7 @@ from molt.parallel.mesh import DTYPES, param_dtype, resolve_device
 from molt.report.metrics import merge
 from molt.rollout.engine_worker import EngineSettings, RolloutEngineWorker
 from molt.rollout.pool import EngineGroup
-from molt.rollout.producer import GRACE_S, RunnerPool
+from molt.rollout.runner_pool import GRACE_S, RunnerPool
 from molt.rollout.runner_worker import RunnerSettings, RunnerWorker
 from molt.train.critic import Critic, CriticSettings
 from molt.train.policy import Policy, PolicySettings

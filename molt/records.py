@@ -18,8 +18,8 @@ from molt.report.metrics import merge, values
 from molt.report.rollouts import write_rollouts
 from molt.report.sinks import RunLog
 from molt.rollout.buffer import load_buffer, save_buffer
-from molt.rollout.producer import own
 from molt.rollout.replay import abandon_dump, dump_batch
+from molt.rollout.runner_pool import own
 from molt.train.checkpoint import (
     begin,
     checkpoint_path,

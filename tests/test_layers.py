@@ -87,10 +87,10 @@ def test_imports_go_down_only(module):
 @pytest.mark.parametrize("module", INNER)
 def test_ray_is_imported_only_where_processes_are_made(module):
     level, name = _level(module), INNER[module].name
-    if level == 4 or (level == 3 and (name.endswith("_worker.py") or name in {"pool.py", "producer.py"})):
+    if level == 4 or (level == 3 and (name.endswith("_worker.py") or name in {"pool.py", "runner_pool.py"})):
         return
     roots = {name.split(".")[0] for name in _imports(module)}
-    assert "ray" not in roots, f"{module} imports ray: only *_worker.py, pool.py, producer.py, cli, loop, cluster may"
+    assert "ray" not in roots, f"{module} imports ray: only *_worker.py, *pool.py, cli, loop, cluster may"
 
 
 @pytest.mark.parametrize("module", [name for name in INNER if LEVEL.get(_part(name)) == 1])

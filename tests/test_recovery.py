@@ -12,8 +12,10 @@ import psutil
 import pytest
 import ray
 
-from molt.errors import PublicationError, RankLostError
+from molt import driver, loop
+from molt.errors import EngineError, PublicationError, RankLostError
 from molt.records import Records
+from molt.train.checkpoint import checkpoint_step, latest_checkpoint
 from tests.fakes import FakeEngine
 from tests.runs import events, metrics, run, settings, trained_groups, write_prompts
 
@@ -78,6 +80,12 @@ def workers(kind: str) -> list[psutil.Process]:
     return found
 
 
+def kill_one(kind: str) -> None:
+    process = workers(kind)[-1]
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(timeout=10)
+
+
 def kill_after(monkeypatch, kinds: dict[int, str]) -> None:
     """SIGKILL one process of the kind when the step is recorded, once each."""
     step, left = Records.step, dict(kinds)
@@ -85,11 +93,21 @@ def kill_after(monkeypatch, kinds: dict[int, str]) -> None:
     async def then_kill(self, run, *args):
         await step(self, run, *args)
         if kind := left.pop(run.step, None):
-            process = workers(kind)[-1]
-            os.kill(process.pid, signal.SIGKILL)
-            process.wait(timeout=10)
+            kill_one(kind)
 
     monkeypatch.setattr(Records, "step", then_kill)
+
+
+def kill_before(monkeypatch, owner, name: str, kind: str) -> None:
+    """SIGKILL one process of the kind at the first call of the coroutine function `owner.name`."""
+    called, left = getattr(owner, name), [kind]
+
+    async def kill_first(*args, **kwargs):
+        if left:
+            kill_one(left.pop())
+        return await called(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, kill_first)
 
 
 def config(model_dir, directory, *more):
@@ -150,6 +168,31 @@ def test_an_engine_that_always_tears_stops_the_run(ray_session, model_dir, tmp_p
     assert len(events(tmp_path / "out", "publication_failed")) == 2
 
 
+def test_the_only_engine_dies_in_an_evaluation_that_waits(ray_session, model_dir, tmp_path, monkeypatch):
+    """The trainer is a batch ahead by then, so that nobody has the measured weights: the run goes on without."""
+    held_out = write_prompts(tmp_path / "held_out.jsonl", 2, {0: f"hang:{tmp_path / 'flag'}"})
+    kill_before(monkeypatch, loop, "finish_evaluation", "FakeEngine")
+    run(config(model_dir, tmp_path, "--eval.dataset", held_out, "--eval.eval_at_start", "--eval.steps", "5"))
+    output = tmp_path / "out"
+    assert_whole(output)
+    assert [event["step"] for event in events(output, "evaluation_dropped")] == [0]
+    assert len(metrics(output, "eval/held_out/pass1")) == 2
+
+
+def test_an_engine_that_cannot_start_again_stops_the_run_which_is_saved(ray_session, model_dir, tmp_path, monkeypatch):
+    class Fragile(FakeEngine):
+        async def start(self):
+            if (flag := tmp_path / "flag").exists():
+                os._exit(1)
+            flag.touch()
+            await super().start()
+
+    kill_after(monkeypatch, {3: "Fragile"})
+    with pytest.raises(EngineError, match=r"engine 0 was restarted 2 times in a row \(train.max_restarts\)"):
+        run(config(model_dir, tmp_path, "--train.max_restarts", "2"), ray.remote(max_concurrency=16384)(Fragile))
+    assert checkpoint_step(latest_checkpoint(tmp_path / "out" / "run")) >= 3
+
+
 def test_a_hung_engine_is_restarted_and_its_rollouts_go_on(ray_session, model_dir, tmp_path):
     class Hung(FakeEngine):
         calls = 0
@@ -193,6 +236,18 @@ def test_a_killed_rank_is_a_resume_inside_the_driver(ray_session, model_dir, tmp
     assert versions(output) == sorted(set(versions(output))), "a version is never used twice"
     assert [e["abandoned_steps"] for e in events(output, "resumed")] == [[3], [7]]
     assert len(list((output / "run" / "abandoned").iterdir())) == 2
+
+
+@pytest.mark.parametrize(("owner", "name"), [(driver, "publish"), (loop, "publish"), (Records, "export")])
+def test_a_rank_killed_outside_of_training(ray_session, model_dir, tmp_path, monkeypatch, owner, name):
+    """Before the first publication, in one, and when all is trained."""
+    kill_before(monkeypatch, owner, name, "PolicyWorker")
+    run(config(model_dir, tmp_path))
+    output = tmp_path / "out"
+    assert_whole(output)
+    assert len(events(output, "rank_lost")) == len(events(output, "recovered")) == 1
+    assert versions(output) == sorted(set(versions(output)))
+    assert (output / "model.safetensors").exists()
 
 
 def test_ranks_that_die_again_and_again_stop_the_run(ray_session, model_dir, tmp_path, monkeypatch):

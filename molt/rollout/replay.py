@@ -16,7 +16,7 @@ from typing import Any
 from molt.data.prompts import PromptStream
 from molt.errors import DataError, MoltError
 from molt.rollout.buffer import load_buffer, save_buffer
-from molt.rollout.producer import own
+from molt.rollout.runner_pool import own
 from molt.types import Group, Metric, Sample
 
 

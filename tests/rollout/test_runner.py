@@ -17,7 +17,7 @@ from molt.config import PromptDataConfig, RolloutConfig
 from molt.errors import EngineError, LostError
 from molt.rollout.engine_worker import Sampling
 from molt.rollout.pool import MAX_ATTEMPTS, EnginePool
-from molt.rollout.producer import RunnerPool
+from molt.rollout.runner_pool import RunnerPool
 from molt.rollout.runner_worker import AgentHost, GroupTask, RunnerSettings, seed_of
 from molt.rollout.watchdog import RolloutState
 from molt.types import InfraFailure, PolicyFailure, Prompt, Scored, Turn

@@ -22,7 +22,7 @@ from molt.report.metrics import values
 from molt.rollout.engine_worker import EngineSettings, RolloutEngineWorker, Sampling
 from molt.rollout.evaluate import answer, score
 from molt.rollout.pool import EngineGroup
-from molt.rollout.producer import RunnerPool
+from molt.rollout.runner_pool import RunnerPool
 from molt.rollout.runner_worker import RunnerWorker
 from molt.train.policy_worker import RayEngineClient
 from tests.runs import settings, write_prompts
@@ -241,6 +241,14 @@ def test_a_publication_that_was_interrupted_is_begun_again(engine, client, model
     client.start_weight_update()
     publish.policy.model.load_state_dict(changed(model_dir), strict=False)
     assert asyncio.run(publish.publish(7))["mismatch/abs_max"].total <= 1e-4
+
+
+def test_weights_that_are_not_on_the_engines_machine(engine, client, model_dir):
+    client.start_weight_update()
+    with pytest.raises(PublicationError, match="/dev/shm/elsewhere is not on this engine's machine"):
+        client.update_weights({"path": "/dev/shm/elsewhere"})
+    publish = publisher(model_dir, engine, client)
+    assert asyncio.run(publish.publish(8))["mismatch/abs_max"].total <= 1e-4
 
 
 class Corrupts:
