@@ -23,7 +23,7 @@ from molt.data.mixture import EpochOrder
 from molt.data.prompts import PromptDataset, PromptStream
 from molt.data.rows import DropReport, UnusableRow, load_rows
 from molt.errors import ConfigError, MoltError
-from molt.loop import Run, begin_evaluation, enduring, evaluation_due, finish_evaluation, publish, train
+from molt.loop import Run, begin_evaluation, between_steps, enduring, evaluation_due, finish_evaluation, publish, train
 from molt.publish.publication import Publisher
 from molt.records import Records, identity, refuse_other_run
 from molt.report.header import header
@@ -180,12 +180,16 @@ async def _whole(run: Run) -> None:
             "no prompt is left. Widen --algo.dynamic_filtering_range, or raise --train.num_episodes to go on.",
             file=sys.stderr,
         )
-    await finish_evaluation(run, ahead=False)
-    await begin_evaluation(run)
-    await finish_evaluation(run, ahead=False)
-    if producer.stopping or not config.ckpt.disable_final_save:
+    with between_steps(run):
+        await finish_evaluation(run, ahead=False)
+        await begin_evaluation(run)
+        await finish_evaluation(run, ahead=False)
+    failed = producer.failed.is_set()
+    if producer.stopping or failed or not config.ckpt.disable_final_save:
         await run.records.save(run)
     await run.records.settle()
+    if failed and producer.error:
+        raise producer.error
     if not producer.stopping and not config.ckpt.disable_final_save:
         await run.records.export(run, config.ckpt.output_dir.resolve())
 

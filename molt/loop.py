@@ -16,7 +16,8 @@ import asyncio
 import sys
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -142,10 +143,13 @@ async def learn(run: Run) -> None:
         clock.lap("train_s")
 
         # step → publish, once the version before is evaluated
-        await finish_evaluation(run, ahead=True)
+        with between_steps(run):
+            await finish_evaluation(run, ahead=True)
         clock.lap("evaluate_s")
         run.step += 1
-        proof = await publish(run)
+        proof: dict[str, Metric] = {}
+        with between_steps(run):
+            proof = await publish(run)
         run.producer.close(groups, run.step)
         clock.lap("publish_s")
 
@@ -158,6 +162,17 @@ async def learn(run: Run) -> None:
             await begin_evaluation(run)
         if config.ckpt.save_steps > 0 and run.step % config.ckpt.save_steps == 0:
             await run.records.save(run)
+
+
+@contextmanager
+def between_steps(run: Run) -> Iterator[None]:
+    """What stops the run in this block stops it after the step, when that is recorded and can be saved."""
+    try:
+        yield
+    except RankLostError:
+        raise
+    except MoltError as error:
+        run.producer.fail(error)
 
 
 async def next_batch(run: Run) -> list[Group]:
@@ -230,7 +245,8 @@ def evaluation_due(run: Run) -> bool:
 
 async def begin_evaluation(run: Run) -> None:
     """Start to measure the published version, once. Nothing else is published before it ends."""
-    if run.evaluated == run.step or not run.eval_prompts or run.evaluation or run.producer.stopping:
+    ending = run.producer.stopping or run.producer.failed.is_set()
+    if run.evaluated == run.step or not run.eval_prompts or run.evaluation or ending:
         return
     await run.records.candidate(run)
     config = run.config
@@ -247,17 +263,20 @@ async def finish_evaluation(run: Run, *, ahead: bool) -> None:
     if run.evaluation is None:
         return
     step, evaluation = run.evaluation
-    ends = [run.producer.stopped, *([run.cluster.engines.unserved] if ahead else [])]
+    ends = [run.producer.stopped, run.producer.failed, *([run.cluster.engines.unserved] if ahead else [])]
     ended = [asyncio.ensure_future(event.wait()) for event in ends]
     waiting = asyncio.wait((evaluation, *ended), return_when=asyncio.FIRST_COMPLETED)
     await (waiting if ahead else serving(run, waiting))
     for end in ended:
         end.cancel()
     if not evaluation.done():
-        if not run.producer.stopping:
+        if run.cluster.engines.unserved.is_set():
             print(f"step {step}: its evaluation is dropped, since no engine has its weights any more", file=sys.stderr)
             run.records.event("evaluation_dropped", step=step)
         return drop_evaluation(run)
+    if error := evaluation.exception():
+        drop_evaluation(run)
+        raise error
     run.evaluation, run.evaluated = None, step
     await run.records.evaluation(run, evaluation.result())
 
@@ -296,7 +315,8 @@ async def trip(run: Run, groups: list[Group]) -> None:
             "--ckpt.load_enable."
         )
     if run.step < run.total_steps:
-        await serving(run, run.producer.drain())
+        with between_steps(run):
+            await serving(run, run.producer.drain())
         run.producer.resume()
 
 

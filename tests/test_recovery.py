@@ -13,7 +13,7 @@ import pytest
 import ray
 
 from molt import driver, loop
-from molt.errors import EngineError, PublicationError, RankLostError
+from molt.errors import EngineError, LostError, PublicationError, RankLostError
 from molt.records import Records
 from molt.train.checkpoint import checkpoint_step, latest_checkpoint
 from tests.fakes import FakeEngine
@@ -124,6 +124,12 @@ def assert_whole(output: Path, queue: int = 1) -> None:
     assert not any(metrics(output, "faults/discarded_groups"))
 
 
+def assert_saved(output: Path, at_least: int) -> None:
+    """Every step that was trained is recorded, and in the checkpoint."""
+    step = checkpoint_step(latest_checkpoint(output / "checkpoints"))
+    assert len(metrics(output, "train/loss")) == step >= at_least
+
+
 def versions(output: Path) -> list[int]:
     return [event["version"] for event in events(output, "publication")]
 
@@ -190,7 +196,18 @@ def test_an_engine_that_cannot_start_again_stops_the_run_which_is_saved(ray_sess
     kill_after(monkeypatch, {3: "Fragile"})
     with pytest.raises(EngineError, match=r"engine 0 was restarted 2 times in a row \(train.max_restarts\)"):
         run(config(model_dir, tmp_path, "--train.max_restarts", "2"), ray.remote(max_concurrency=16384)(Fragile))
-    assert checkpoint_step(latest_checkpoint(tmp_path / "out" / "run")) >= 3
+    assert_saved(tmp_path / "out", at_least=3)
+
+
+def test_what_stops_an_evaluation_stops_the_run_which_is_saved(ray_session, model_dir, tmp_path, monkeypatch):
+    async def lost(*args):
+        raise LostError("no runner is left")
+
+    monkeypatch.setattr(loop, "evaluate", lost)
+    held_out = write_prompts(tmp_path / "held_out.jsonl", 2)
+    with pytest.raises(LostError, match="no runner is left"):
+        run(config(model_dir, tmp_path, "--eval.dataset", held_out, "--eval.eval_at_start"))
+    assert_saved(tmp_path / "out", at_least=1)
 
 
 def test_a_hung_engine_is_restarted_and_its_rollouts_go_on(ray_session, model_dir, tmp_path):
@@ -238,15 +255,18 @@ def test_a_killed_rank_is_a_resume_inside_the_driver(ray_session, model_dir, tmp
     assert len(list((output / "run" / "abandoned").iterdir())) == 2
 
 
-@pytest.mark.parametrize(("owner", "name"), [(driver, "publish"), (loop, "publish"), (Records, "export")])
-def test_a_rank_killed_outside_of_training(ray_session, model_dir, tmp_path, monkeypatch, owner, name):
-    """Before the first publication, in one, and when all is trained."""
+@pytest.mark.parametrize(("owner", "name", "published"), [
+    (driver, "publish", [*range(11)]), (loop, "publish", [0, *range(2, 13)]), (Records, "export", [*range(11), 10]),
+])  # fmt: skip
+def test_a_rank_killed_outside_of_training(ray_session, model_dir, tmp_path, monkeypatch, owner, name, published):
+    """Before the first publication, in the next, whose version is not used again, and when all is trained: then the
+    same weights are published again."""
     kill_before(monkeypatch, owner, name, "PolicyWorker")
     run(config(model_dir, tmp_path))
     output = tmp_path / "out"
     assert_whole(output)
     assert len(events(output, "rank_lost")) == len(events(output, "recovered")) == 1
-    assert versions(output) == sorted(set(versions(output)))
+    assert versions(output) == published
     assert (output / "model.safetensors").exists()
 
 

@@ -84,6 +84,8 @@ class VllmEngine:
     def __init__(self, settings: EngineSettings):
         self.settings = settings
         self.version = 0
+        self.llm: Any = None
+        """vLLM's `AsyncLLM`, once `start` was called."""
         self.joined = False
         """It has had weights of the trainer, or was told to serve its own."""
         self._open = asyncio.Event()
@@ -248,6 +250,8 @@ class VllmEngine:
         """Whether it serves. Answers only if vLLM's engine core does; raises `EngineError` when that is dead."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
+        if self.llm is None:
+            return False
         try:
             await self.llm.is_paused()  # goes to the core and back, between two steps
         except EngineDeadError as error:

@@ -261,12 +261,13 @@ class EngineGroup:
             await asyncio.sleep(HEARTBEAT_S / 10)
 
     async def _begin(self, engine: ray.actor.ActorHandle) -> None:
-        """Start it, once Ray has made the new process."""
+        """Start it, once Ray has made the new process. Raises when that dies of it, or cannot load the model."""
         while True:
-            try:
-                return await engine.start.remote()
-            except ActorUnavailableError:
-                await asyncio.sleep(HEARTBEAT_S / 2)
+            with suppress(ActorUnavailableError):
+                await engine.alive.remote()
+                break
+            await asyncio.sleep(HEARTBEAT_S / 2)
+        await engine.start.remote()
 
     async def _all(self, method: str, engines: Iterable[int], *args: Any) -> list[Any]:
         return await self._answers([getattr(self.engines[index], method).remote(*args) for index in engines])

@@ -93,7 +93,7 @@ class Producer:
         self.on_event = on_event
         self.step = 0
         self.ended = self.paused = False
-        self.stopped = asyncio.Event()
+        self.stopped, self.failed = asyncio.Event(), asyncio.Event()
         self.position = 0
         self.open: dict[str, Group] = {}
         self.tally = Tally()
@@ -122,17 +122,19 @@ class Producer:
         self._notify()
 
     def fail(self, error: MoltError) -> None:
-        """The learner is to stop with `error` between two steps."""
-        self.error = error
+        """The learner is to stop with `error`, or an earlier one, between two steps."""
+        self.error = self.error or error
+        self.failed.set()
         self._notify()
 
     async def drain(self) -> None:
         """Start nothing until `resume`; returns when nothing is in flight. A deadline ends every group.
 
-        Returns early when there is nothing to come: `stop` was called, or `run` ended with what `batch` raises next.
+        Returns early when there is nothing to come: `stop` was called, or `batch` raises next what `run` ended with or
+        `fail` was given.
         """
         self.paused = True
-        while not (self.stopping or self.ended) and self.tally.in_flight:
+        while not (self.stopping or self.ended or self.failed.is_set()) and self.tally.in_flight:
             await self._change()
 
     def resume(self) -> None:
@@ -212,6 +214,7 @@ class Producer:
         """
         self.open, self.tally = {}, Tally()
         self.lost, self.error, self.ended, self.paused = [], None, False, False
+        self.failed.clear()
         self.failures, self.metrics = self._no_failures(), []
         self.step, self.position = step, ledger["position"]
         self.judged, self.filtered = ledger["filter"]

@@ -83,20 +83,22 @@ class Replay:
 
     patience_s = 0.0
     done = False
-    error = None
     judged = filtered = 0
     NOTHING: dict[str, Any] = {}
 
     def __init__(self, folder: Path, stream: PromptStream):
         self.folder, self.stream = folder, stream
         self.step = 0
-        self.stopped = asyncio.Event()
+        self.stopped, self.failed = asyncio.Event(), asyncio.Event()
+        self.error: MoltError | None = None
 
     async def run(self) -> None:
         """Nothing is generated."""
 
     async def batch(self, batch_size: int, *, stalled_after_s: float) -> list[Group]:
-        """The batch that step `step + 1` trained; [] after the last one."""
+        """The batch that step `step + 1` trained; [] after the last one. Raises what `fail` was given."""
+        if self.error is not None:
+            raise self.error
         path = batch_dir(self.folder, self.step + 1)
         if self.stopping or not (path / "buffer.json").exists():
             return []
@@ -123,7 +125,8 @@ class Replay:
         """There was nothing to hold."""
 
     def fail(self, error: MoltError) -> None:
-        raise error
+        self.error = self.error or error
+        self.failed.set()
 
     def ledger(self) -> dict[str, Any]:
         return {}
