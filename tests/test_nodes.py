@@ -73,10 +73,8 @@ def test_a_run_joins_the_cluster_and_survives_the_loss_of_a_node(cluster, model_
         assert driver.wait(timeout=240) == 0, log.read_text()[-3000:]
     finally:
         driver.kill()
-    for kind in (
-        "runner",
-        "engine",
-    ):  # one of each; Ray may place its replacement before it knows that the node is gone
+    # One of each; Ray may place its replacement before it knows that the node is gone.
+    for kind in ("runner", "engine"):
         assert len({event[kind] for event in events(output, f"{kind}_lost")}) == 1
     assert not events(output, "rank_lost")
     assert sorted(trained_groups(output)) == sorted(f"0:{i}" for i in range(PROMPTS))
