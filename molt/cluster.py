@@ -43,7 +43,7 @@ from molt.types import Metric
 START_TIMEOUT_S = 1800.0
 """For loading models; a 1T model from network storage takes its time."""
 CALL_TIMEOUT_S = 3600.0
-"""For one training batch, or one publication beyond the running requests it waits for."""
+"""For one publication, or one training batch, beyond the running requests it waits for."""
 
 PLACED = {"num_cpus": 0, "memory": 1}
 """Options of an actor without a GPU. One byte: Ray heeds no strategy for an actor that asks for nothing."""

@@ -130,7 +130,7 @@ class ActorConfig(OptimizerConfig, ModelConfig, prefix="actor."):
     ] = None
     """ppo: with A < 0 the loss of a token is at most this times |A|. Unset: not bounded."""
     loss_mode: Literal["ppo", "gspo", "cispo"] = "ppo"
-    """The policy loss; see docs/algorithms.md. `algo.loss` names your own."""
+    """The policy loss; see docs/losses.md. `algo.loss` names your own."""
     loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "prompt-mean-token-mean", "seq-mean-token-sum-norm"] = (
         "token-mean"
     )
@@ -142,7 +142,7 @@ class ActorConfig(OptimizerConfig, ModelConfig, prefix="actor."):
     freezing_steps: Annotated[int, at_least(0, "no step comes before the first")] = 0
     """Training batches at the start in which the critic alone is trained (gae)."""
     num_nodes: Annotated[int, at_least(1, "nothing would train")] = 1
-    """Nodes that hold policy ranks."""
+    """Times `num_gpus_per_node`: how many policy ranks there are."""
     num_gpus_per_node: Annotated[int | None, at_least(1, "nothing would train")] = None
     """Policy ranks per node; unset: what the engines leave free, 1 on a CPU."""
 
@@ -207,7 +207,7 @@ class CkptConfig(Section, prefix="ckpt."):
             "Use a positive cadence, or -1 to save only at the end and on SIGTERM",
         ),
     ] = 20
-    """Checkpoint cadence in steps; -1: only at the end and on SIGTERM."""
+    """Checkpoint cadence in steps; -1: only when the run ends or stops, and when an evaluation may find the best."""
     save_hf: bool = False
     """Also export a Hugging Face model at each checkpoint."""
     disable_final_save: bool = False
@@ -470,7 +470,8 @@ class TrainConfig(Section, prefix="train."):
     """An engine or a runner that says nothing for so long is restarted. When no rollout does anything for so long, a
     table says who waits for whom; they begin again after `rollout.timeout_s`."""
     max_restarts: Annotated[int, at_least(0, "it is a number of restarts", "Use 0 to stop at the first loss")] = 3
-    """Restarts in a row, without progress between them, of an engine, of the ranks, or (--supervise) of the driver."""
+    """Restarts in a row, without progress between them, of an engine, a runner, the ranks, or (--supervise) the
+    driver."""
     grad_spike_factor: Annotated[
         float, Range(lambda factor: factor > 1, "steps like those before would be skipped", "Use a value > 1, or inf")
     ] = 20.0

@@ -42,7 +42,7 @@ PROBE_SEQUENCES, PROBE_TOKENS = 8, 32
 
 
 def run_rl(config: RLConfig, engine_worker: Any = RolloutEngineWorker) -> None:
-    """One whole run. Raises a `MoltError` when it cannot go on; what was trained is saved by then.
+    """One whole run. Raises a `MoltError` when it cannot go on; what was trained is saved by then, if ranks are left.
 
     engine_worker: the Ray actor class of an `Engine`; the tests have one without vLLM.
     """
@@ -76,7 +76,8 @@ async def answers(config: RLConfig, engine_worker: Any = RolloutEngineWorker) ->
     prompts = _evaluation_prompts(config)
     async with cluster.started(config, 0, engine_worker) as processes, asyncio.TaskGroup() as tasks:
         started = time.perf_counter()
-        mending = [tasks.create_task(task) for task in (processes.engines.watch(), processes.engines.serve())]
+        engines, watchdog = processes.engines, _watchdog(config, processes, lambda kind, **fields: None)
+        mending = [tasks.create_task(task) for task in (engines.watch(), engines.serve(), watchdog.run())]
         found = await answer(prompts, processes.runners, config.rollout, config.eval)
         for task in mending:
             task.cancel()
@@ -119,13 +120,7 @@ async def drive(config: RLConfig, engine_worker: Any = RolloutEngineWorker) -> N
                 producer,
                 Unpublished() if replayed else await _publisher(config, processes, stream, renderer, log.event),
                 Records(config, log, renderer),
-                Watchdog(
-                    processes.runners,
-                    config.train.watchdog_s,
-                    log.event,
-                    lambda: processes.engines.mending,
-                    config.rollout.timeout_s,
-                ),
+                _watchdog(config, processes, log.event),
                 _evaluation_prompts(config),
                 total_steps,
                 published=log.published,
@@ -152,6 +147,11 @@ async def drive(config: RLConfig, engine_worker: Any = RolloutEngineWorker) -> N
                 except MoltError as error:
                     print(f"error: {error}", file=sys.stderr)
                 raise
+
+
+def _watchdog(config: RLConfig, processes: cluster.Cluster, on_event: Callable[..., None]) -> Watchdog:
+    mending = lambda: processes.engines.mending  # noqa: E731
+    return Watchdog(processes.runners, config.train.watchdog_s, on_event, mending, config.rollout.timeout_s)
 
 
 async def _told(producer: Producer | Replay, watching: Awaitable[None]) -> None:

@@ -282,7 +282,7 @@ async def finish_evaluation(run: Run, *, ahead: bool) -> None:
 
 
 def drop_evaluation(run: Run) -> None:
-    """Nobody waits for it any more; a resume begins it again."""
+    """Nobody waits for it any more; a resume of the same step begins it again."""
     if run.evaluation is not None:
         run.evaluation[1].cancel()
         run.evaluation = None

@@ -109,10 +109,11 @@ class Records:
         self.log.step(run.step, metrics)
         limit = self.config.logger.rollouts_per_step
         rows: list[dict[str, Any]] = []
+        before = run.lineage.version(run.step - 1)
         for group, of_rollouts in zip(groups, advantages, strict=True):
             if 0 <= limit <= len(rows):
                 break
-            rows += _rows(group, of_rollouts, await group.samples, run.step)
+            rows += _rows(group, of_rollouts, await group.samples, before)
         kept = rows[: limit if limit >= 0 else None]
         if len(groups) < self.config.rollout.batch_size:
             self.event("small_batch", step=run.step, groups=len(groups))
@@ -363,7 +364,9 @@ def _rollout_metrics(group: Group) -> dict[str, Metric]:
     return merge([metrics, *info])
 
 
-def _rows(group: Group, advantages: list[float | None], samples: list[list[Sample]], step: int) -> list[dict[str, Any]]:
+def _rows(
+    group: Group, advantages: list[float | None], samples: list[list[Sample]], version: int
+) -> list[dict[str, Any]]:
     rows = []
     for rollout, advantage, segments in zip(group.rollouts, advantages, samples, strict=True):
         for index, sample in enumerate(segments):
@@ -377,7 +380,7 @@ def _rows(group: Group, advantages: list[float | None], samples: list[list[Sampl
                     "advantage": advantage,
                     "outcome": "policy_failure" if isinstance(rollout.outcome, PolicyFailure) else "scored",
                     "truncated": rollout.truncated,
-                    "version_trained": step - 1,
+                    "version_trained": version,
                     "prompt_tokens": int(sample.mask.argmax()) if sample.mask.any() else len(sample.token_ids),
                     "token_ids": sample.token_ids,
                     "versions": sample.versions,

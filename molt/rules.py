@@ -476,7 +476,7 @@ def warn_budget_unused(c: RLConfig) -> Message:
 
 def warn_nothing_saved(c: Any) -> Message:
     if c.ckpt.disable_final_save and c.ckpt.save_steps == -1:
-        consequence = "nothing is saved unless SIGTERM stops the run"
+        consequence = "nothing is saved unless something stops the run, or an evaluation may find the best"
         fix = "Drop --ckpt.disable_final_save, or use --ckpt.save_steps 20"
         return message(c, "ckpt.disable_final_save ckpt.save_steps", consequence, fix)
 

@@ -53,7 +53,7 @@ def _part(module: str) -> str:
 
 
 def _level(module: str) -> int:
-    assert _part(module) in LEVEL, f"{module}: give it a layer in DESIGN.md section 7 and in this test"
+    assert _part(module) in LEVEL, f"{module}: give it a layer in AGENTS.md and in this test"
     return LEVEL[_part(module)]
 
 

@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 
 import psutil
+import pyarrow.parquet as pq
 import pytest
 import ray
 
@@ -253,6 +254,9 @@ def test_a_killed_rank_is_a_resume_inside_the_driver(ray_session, model_dir, tmp
     assert versions(output) == sorted(set(versions(output))), "a version is never used twice"
     assert [e["abandoned_steps"] for e in events(output, "resumed")] == [[3], [7]]
     assert len(list((output / "run" / "abandoned").iterdir())) == 2
+    for step, version in (3, 4), (7, 10):
+        stored = pq.read_table(output / f"run/rollouts/step_{step:06d}.parquet")
+        assert set(stored["version_trained"].to_pylist()) == {version}
 
 
 @pytest.mark.parametrize(("owner", "name", "published"), [

@@ -29,7 +29,7 @@ from molt.errors import ConfigError, LostError, MoltError, did_you_mean
 Config = TypeVar("Config")
 
 LOST = 3
-"""Exit code of a driver that lost engines or ranks for good: a new one may find others."""
+"""Exit code of a driver that lost processes for good: a new one may find others."""
 
 COLOUR = r"\x1b\[[\d;]*m"
 DOUBLE_NO = re.compile(rf",({COLOUR}| )*--[\w.]*\bno_no_\w+")

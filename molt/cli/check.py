@@ -190,8 +190,9 @@ def check_model(
     if (known := found.attempt(load_config, path, config.data.max_len, flag=flag, fsdp=fsdp)) is not None:
         if trains and (coefficient := getattr(model, "aux_loss_coef", 0)):
             found.attempt(refuse_balance, known, f"`{section}.aux_loss_coef` (={coefficient:g})")
-        heads = getattr(known, "num_attention_heads", None)
-        head = getattr(known, "head_dim", None) or (heads and known.hidden_size // heads)
+        of_text = known.get_text_config()
+        heads = getattr(of_text, "num_attention_heads", None)
+        head = getattr(of_text, "head_dim", None) or (heads and of_text.hidden_size // heads)
         if cpu_engine and head and head not in CPU_HEAD_SIZES:
             found.add(
                 "error",

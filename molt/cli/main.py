@@ -93,7 +93,7 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; the value is the exit code: 1 for what went wrong, 2 for a wrong command line."""
+    """Run one command; the value is the exit code (docs/cli.md)."""
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help", "help"):
         return run_command(lambda _: print(HELP, end=""), rest)

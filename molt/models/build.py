@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils import is_flash_attn_2_available
 from transformers.utils.logging import disable_progress_bar
 
@@ -63,8 +63,8 @@ def load_config(
     """The model's configuration, checked before any weight is read.
 
     fsdp: how it would be trained; None: it is not. Raises `ConfigError` when there is no model at `path`, when it is
-    not a causal LM that transformers itself knows (code from a model directory is never run), when `max_len` exceeds
-    its context, or when it cannot be trained as `fsdp` says.
+    not a causal LM that transformers itself knows (code from a model directory is never run), or one that also reads
+    images if it is not trained, when `max_len` exceeds its context, or when it cannot be trained as `fsdp` says.
     """
     setting = f"`{flag}` (={path})"
     if not path or (path[0] in "/.~" and not Path(path).is_dir()):
@@ -78,14 +78,21 @@ def load_config(
         ) from error
     names = config.architectures or []
     generates = all(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or not generates:
+    sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if sees and fsdp is not None:
+        raise ConfigError(
+            f"{setting} is {names or type(config).__name__}, which reads images: training such models is not built "
+            "yet. Use a causal LM, or measure this one with `molt eval`."
+        )
+    if not sees and not (generates and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING):
         raise ConfigError(
             f"{setting} is {names or type(config).__name__}, not a causal LM: it cannot generate text. Use one."
         )
-    scales = {name: getattr(config, name) for name in LOGIT_SCALES if getattr(config, name, 1.0) not in (None, 1.0)}
+    of_text = config.get_text_config()
+    scales = {name: getattr(of_text, name) for name in LOGIT_SCALES if getattr(of_text, name, 1.0) not in (None, 1.0)}
     if scales:
         raise ConfigError(f"{setting} scales its logits ({scales}): log-probs would be wrong. Use another model.")
-    context, rope = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None) or {}
+    context, rope = getattr(of_text, "max_position_embeddings", None), getattr(of_text, "rope_parameters", None) or {}
     if max_len and context and max_len > context and "factor" not in rope:
         raise ConfigError(
             f"`data.max_len` (={max_len}) is above the model's max_position_embeddings (={context}): it has never seen "

@@ -1,4 +1,4 @@
-"""The three checks that make a publication proven (DESIGN.md section 10).
+"""The three checks that make a publication proven (docs/architecture.md, "Publication").
 
 1. transport: checksums of all tensors as received against the sender's, coverage, echoed version;
 2. all engines hold the same bytes (digest of what they hold);

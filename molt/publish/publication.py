@@ -1,4 +1,7 @@
-"""One publication: send, commit, prove, resume (DESIGN.md section 10); again when an engine is lost in it."""
+"""One publication: send, commit, prove, resume; again when an engine is lost in it.
+
+docs/architecture.md, "Publication", says what the proofs are.
+"""
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence

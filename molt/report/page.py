@@ -66,7 +66,7 @@ CHARTS = (
     Chart("Throughput", ("perf/tokens_per_s",), zero=True, note="tokens per second"),
     Chart("Faults", ("faults/*",), zero=True, noisy=False),
 )
-WARNS = re.compile("fault|fail|filtered")
+WARNS = re.compile("fault|fail|filtered|lost|tripped|silence|begun_again|dropped")
 """Kinds of events that stand out."""
 LISTED_EVENTS = 12
 """A kind of event with more of them is summarised in one row; publications always are."""
@@ -200,7 +200,7 @@ def _rollout(row: dict[str, Any]) -> str:
         "segment": row["segment"] or None,
         "tokens": f"{len(sampled)} generated of {len(versions)}",
         "sampled by version": str(newest) if oldest == newest else f"{oldest} … {newest}",
-        "trained at": row["version_trained"],
+        "trained at version": row["version_trained"],
         "truncated": "yes" if row["truncated"] else None,
         "outcome": None if row["outcome"] == "scored" else row["outcome"],
     }

@@ -22,7 +22,7 @@ SCHEMA = pa.schema(
         ("advantage", pa.float32()),  # of the rollout, before whitening; null for a token estimator
         ("outcome", pa.string()),  # `scored` or `policy_failure`
         ("truncated", pa.bool_()),  # ran out of context, tokens or turns
-        ("version_trained", pa.int32()),  # weights that were trained on it; minus `versions`: staleness
+        ("version_trained", pa.int32()),  # weights that were trained on it
         ("prompt_tokens", pa.int32()),  # tokens before the first generated one
         ("token_ids", pa.list_(pa.int32())),
         ("versions", pa.list_(pa.int32())),  # weights that sampled each token, -1: not generated

@@ -278,7 +278,7 @@ class EngineGroup:
                 return await asyncio.gather(*calls)
         except (TimeoutError, RayError) as error:
             raise EngineError(
-                f"an engine is dead, or did not answer within {self.timeout_s:.0f} s: the run stops. Mend what its "
-                "output says, then resume from the last checkpoint with --ckpt.load_enable. It said: "
+                f"an engine is dead, or did not answer within {self.timeout_s:.0f} s. If this stops the run, mend what "
+                "its output says, then resume with --ckpt.load_enable. It said: "
                 f"{repr(error).strip().splitlines()[-1]}"
             ) from error

@@ -84,8 +84,8 @@ class RayEngineClient:
             ray.get(calls, timeout=self.timeout_s)
         except RayError as error:
             raise PublicationError(
-                f"an engine is dead, or did not take the weights within {self.timeout_s:.0f} s: the run stops. Mend "
-                "what its output says, then resume from the last checkpoint with --ckpt.load_enable. It said: "
+                f"an engine is dead, or did not take the weights within {self.timeout_s:.0f} s. If this stops the run, "
+                "mend what its output says, then resume with --ckpt.load_enable. It said: "
                 f"{str(error).strip().splitlines()[-1]}"
             ) from error
 

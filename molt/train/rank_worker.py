@@ -157,6 +157,6 @@ class Ranks:
 
     def _lost(self, how: str) -> RankLostError:
         return RankLostError(
-            f"a {self.name} rank {how}: its part of the weights is gone. Free memory if the system killed it, look for "
-            "a rank that waits for another one, then resume with --ckpt.load_enable."
+            f"a {self.name} rank {how}: its part of the weights is gone. If this stops the run, free memory if the "
+            "system killed it, look for a rank that waits for another one, then resume with --ckpt.load_enable."
         )

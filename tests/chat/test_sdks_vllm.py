@@ -19,10 +19,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from molt import driver
 from molt.chat.chat_renderer import ChatRenderer, load_chat_renderer
 from molt.chat.images import read_images
 from molt.chat.server import ChatServer
 from molt.chat.session import Session
+from molt.cli.check import static_checks
 from molt.config import PromptDataConfig, RolloutConfig
 from molt.publish.transfer import ShmSender
 from molt.rollout.engine_worker import EngineSettings, RolloutEngineWorker, Sampling
@@ -31,6 +33,7 @@ from molt.rollout.runner_worker import AgentHost, GroupTask, RunnerSettings
 from molt.train.policy_worker import RayEngineClient
 from molt.types import Prompt, Turn
 from tests.chat.test_sdks import NAMES, SCHEMA, SCRIPT, chat, messages, responses
+from tests.runs import settings, write_prompts
 from tests.tiny import END_ID, QWEN3, char_tokenizer, save_tiny, tiny_qwen3
 from tests.tiny_vlm import data_url, picture, png, save_tiny_vlm, vlm_logprobs, vlm_tokenizer
 
@@ -350,6 +353,18 @@ def test_images_reach_the_model_and_their_places_are_recorded(vlm_engine, vlm_di
     assert np.abs(sample.logprobs - expected)[sample.mask].max() < 1e-4
     swapped = vlm_logprobs(vlm_dir, sample.token_ids, pictures[::-1])
     assert np.abs(sample.logprobs - swapped)[sample.mask].max() > 1e-2  # the pixels matter, and their order
+
+
+def test_a_vision_language_model_is_evaluated(ray_session, vlm_dir, tmp_path, capsys):
+    (tmp_path / "agent.py").write_text(SEEING_AGENT)
+    dataset = write_prompts(tmp_path / "p.jsonl", 2, {0: "chat", 1: "messages"})
+    config = settings(
+        vlm_dir, tmp_path / "out", "", "--train.agent_path", str(tmp_path / "agent.py"), "--eval.dataset", dataset,
+        "--eval.eval_only", "--data.max_len", "512", "--eval.n_samples_per_prompt", "1",
+    )  # fmt: skip
+    assert static_checks(config).errors == []
+    answers, _ = asyncio.run(driver.answers(config))
+    assert [rollout.samples[0].media for (rollout,) in answers["p"]] == [2, 2]
 
 
 def test_after_a_publication_the_new_weights_read_the_same_image(vlm_engine, vlm_dir, tmp_path):

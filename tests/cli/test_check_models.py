@@ -7,6 +7,7 @@ import pytest
 
 from molt.cli.main import main
 from tests.tiny import char_tokenizer
+from tests.tiny_vlm import save_tiny_vlm
 
 COMMANDS = {
     "rl": "rl --actor.model_name_or_path {model} --data.prompt_dataset prompts.jsonl --data.label_key label "
@@ -61,6 +62,15 @@ def test_capped_scores_and_sinks_need_eager(run, capsys, kind, model, config, wh
 
 def test_an_evaluation_trains_nothing_so_any_attention_will_do(run, capsys):
     path = model_of(run, "gemma2", architectures=["Gemma2ForCausalLM"])
+    assert check(capsys, "rl", "--eval.eval_only --eval.dataset prompts.jsonl", path)[1] == []
+
+
+def test_a_vision_language_model_is_evaluated_and_not_trained(run, capsys):
+    path = str(save_tiny_vlm(run / "vlm"))
+    code, errors = check(capsys, "rl", "", path)
+    assert code == 1 and len(errors) == 1
+    for part in (f"`actor.model_name_or_path` (={path})", "Idefics3ForConditionalGeneration", "measure this one with"):
+        assert part in errors[0]
     assert check(capsys, "rl", "--eval.eval_only --eval.dataset prompts.jsonl", path)[1] == []
 
 
