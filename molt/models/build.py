@@ -78,13 +78,14 @@ def load_config(
         ) from error
     names = config.architectures or []
     generates = all(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
-    sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    reads = generates and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    sees = not reads and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     if sees and fsdp is not None:
         raise ConfigError(
             f"{setting} is {names or type(config).__name__}, which reads images: training such models is not built "
             "yet. Use a causal LM, or measure this one with `molt eval`."
         )
-    if not sees and not (generates and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING):
+    if not reads and not sees:
         raise ConfigError(
             f"{setting} is {names or type(config).__name__}, not a causal LM: it cannot generate text. Use one."
         )
