@@ -109,7 +109,7 @@ async def alone(config: RLConfig) -> tuple[list[float], list[float]]:
         dataset = PromptDataset(rows, config.data)
         generation, training = [], []
         for batch in range(ALONE + 1):
-            prompts = [replace(dataset.prompt(i), epoch=batch) for i in range(PROMPTS)]
+            prompts = [replace(dataset.prompt(i), epoch=batch) for i in range(config.rollout.batch_size)]
             began = time.perf_counter()
             groups = await asyncio.gather(
                 *(processes.runners.run_group(group_task(prompt, config.rollout)) for prompt in prompts)
@@ -124,7 +124,7 @@ async def alone(config: RLConfig) -> tuple[list[float], list[float]]:
                 rollouts,
                 rewards=rewards,
                 group_advantages=per_group,
-                groups_per_step=PROMPTS,
+                groups_per_step=config.rollout.batch_size,
                 micro_batch_size=config.train.micro_batch_size,
                 ranks=1,
                 max_len=config.data.max_len,
