@@ -9,8 +9,8 @@ same updates twice, one core each for the engine and the trainer, one real vLLM:
     asynchronous   queue 1, publications interrupt running requests, a straggler may be two batches old
 
 Seconds from the first to the last publication. Generation and training alone (`loop_efficiency.py`) should be within
-30 % of each other. `--turns`: episodes of 32 turns and more, their number log-normal, instead of long answers; a quarter
-of the prompts, and only reported.
+30 % of each other. `--turns`: episodes of 32 turns and more, their number log-normal, instead of long answers; with a
+quarter of the prompts, and only reported.
 Last line: `async_speed ratio=ASYNCHRONOUS/SYNCHRONOUS`, mean over seeds; 0.65 or less is asked for, with the mean final
 pass@1 within 0.05.
 """
