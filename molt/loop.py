@@ -27,7 +27,7 @@ from molt.algo.plugin import load_estimator
 from molt.batch.plan import advantages, plan_batch, shaped_rewards
 from molt.cluster import Cluster
 from molt.config import RLConfig
-from molt.errors import BreakerError, MoltError, RankLostError
+from molt.errors import BreakerError, LostError, MoltError, PublicationError, RankLostError
 from molt.publish.publication import Publisher
 from molt.records import Records
 from molt.report.metrics import merge
@@ -166,12 +166,12 @@ async def learn(run: Run) -> None:
 
 @contextmanager
 def between_steps(run: Run) -> Iterator[None]:
-    """What stops the run in this block stops it after the step, when that is recorded and can be saved."""
+    """What is lost for good in this block stops the run after the step, when that is recorded and can be saved."""
     try:
         yield
     except RankLostError:
         raise
-    except MoltError as error:
+    except (LostError, PublicationError) as error:
         run.producer.fail(error)
 
 
