@@ -27,6 +27,12 @@ def own(samples: list[list[Sample]]) -> ray.ObjectRef:
     return ray.put(samples)
 
 
+def _retrieve(answer: asyncio.Future) -> None:
+    """Nobody asks what an abandoned answer raises, which asyncio would print."""
+    if not answer.cancelled():
+        answer.exception()
+
+
 @dataclass(frozen=True)
 class Dispatch:
     """A group that a runner has."""
@@ -110,7 +116,8 @@ class RunnerPool:
                 ray.cancel(result)
                 raise
             finally:
-                answer.cancel()  # nobody would retrieve what it raises
+                answer.add_done_callback(_retrieve)
+                answer.cancel()
                 self.in_flight[index] -= 1
                 del self._open[task.prompt.group_id]
         raise InfraFailure("runner", f"no runner finished the group in {self.attempts} attempts")
