@@ -19,14 +19,18 @@ class Sevens(Env):
 
     async def misbehave(self, state):
         """The label says what goes wrong: `raise`, `hang`, `nan`; or `die:FILE`, `hang:FILE`, `block:FILE`, `deaf:FILE`
-        (it does not let itself be cancelled) once, until FILE exists."""
+        (it does not let itself be cancelled) once, until FILE exists; or `hold:FILE`, every time until FILE is gone."""
         label = state["label"] or ""
         if label == "raise":
             raise RuntimeError("the sandbox is gone")
         if label == "hang":
             await asyncio.sleep(3600)
         once, _, file = label.partition(":")
-        if file and not Path(file).exists():
+        if once == "hold":
+            while Path(file).exists():
+                Path(f"{file}.held").touch()
+                await asyncio.sleep(0.1)
+        elif file and not Path(file).exists():
             Path(file).touch()
             if once == "die":
                 os._exit(1)

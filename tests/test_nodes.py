@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -46,31 +47,38 @@ def hosted(node) -> list[str]:
     return sorted(kind for kind in kinds for name in names if name and name[0].startswith(f"ray::{kind}"))
 
 
+def until(happened: Callable[[], object], driver: subprocess.Popen, log: Path) -> None:
+    """Returns once it did; fails with what the driver said when that ends before, or after four minutes."""
+    deadline = time.monotonic() + 240
+    while not happened():
+        assert time.monotonic() < deadline and (driver.poll() is None or happened()), log.read_text()[-3000:]
+        time.sleep(0.05)
+
+
 def test_a_run_joins_the_cluster_and_survives_the_loss_of_a_node(cluster, model_dir, tmp_path):
     other = cluster.add_node(num_cpus=1)
     output, log = tmp_path / "out", tmp_path / "log"
-    # One group hangs for a while, so that others wait for it in the buffer while their node goes.
-    hung = tmp_path / "hung"
-    prompts = write_prompts(tmp_path / "p.jsonl", PROMPTS, {20: f"hang:{hung}"})
-    arguments = flags(model_dir, output, prompts, "--vllm.num_engines", "2", "--rollout.num_runners", "2",
-                      "--train.watchdog_s", "10")  # fmt: skip
+    # One group is held, on either node, so that others wait for it in the buffer while theirs goes.
+    hold = tmp_path / "hold"
+    hold.touch()
+    prompts = write_prompts(tmp_path / "p.jsonl", PROMPTS, {20: f"hold:{hold}"})
+    arguments = flags(model_dir, output, prompts, "--vllm.num_engines", "2", "--rollout.num_runners", "2")
     environment = os.environ | {"RAY_ADDRESS": cluster.address}
     with log.open("w") as file:
         driver = subprocess.Popen(
             [sys.executable, "-m", "tests.runs", *arguments], cwd=ROOT, env=environment, stdout=file, stderr=file
         )
     try:
-        deadline = time.monotonic() + 240
-        while not hung.exists():
-            assert driver.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
-            time.sleep(0.05)
+        until(Path(f"{hold}.held").exists, driver, log)
         time.sleep(4)  # the others finish
         assert [hosted(node) for node in (cluster.head_node, other)] == [
             ["FakeEngine", "PolicyWorker", "RunnerWorker"],
             ["FakeEngine", "RunnerWorker"],
         ]
         cluster.remove_node(other, allow_graceful=False)
-        assert driver.wait(timeout=240) == 0, log.read_text()[-3000:]
+        until(lambda: events(output, "runner_lost"), driver, log)
+        hold.unlink()
+        until(lambda: driver.poll() == 0, driver, log)
     finally:
         driver.kill()
     # One of each; Ray may place its replacement before it knows that the node is gone.
