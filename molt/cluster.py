@@ -137,7 +137,8 @@ def start_ray(config: RLConfig) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     logging.getLogger("ray").setLevel(logging.ERROR)
     guard.start(os.getpid())
-    ray.init(include_dashboard=False, configure_logging=False, log_to_driver=True, runtime_env={"env_vars": variables})
+    every_worker = {"env_vars": variables, "worker_process_setup_hook": "molt.collector.collect_rarely"}
+    ray.init(include_dashboard=False, configure_logging=False, log_to_driver=True, runtime_env=every_worker)
 
 
 def num_engines(config: RLConfig) -> int:

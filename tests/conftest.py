@@ -5,6 +5,9 @@ import os
 import hypothesis
 import pytest
 
+from molt.collector import collect_rarely
+
+collect_rarely()
 hypothesis.settings.register_profile("molt", deadline=None)  # a busy machine is not a failure
 hypothesis.settings.load_profile("molt")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -15,7 +15,7 @@ count_lines = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(count_lines)
 
 LAYERS = [
-    {"types", "config", "config_sft", "rules", "rules_sft", "errors", "plugin"},
+    {"types", "config", "config_sft", "rules", "rules_sft", "errors", "plugin", "collector"},
     {"algo", "batch"},
     {"agents", "chat", "data", "models", "parallel", "publish", "report"},
     {"rollout", "train"},

@@ -24,6 +24,7 @@ from typing import Any, Literal, TypeVar
 
 import tyro
 
+from molt.collector import collect_rarely
 from molt.errors import ConfigError, LostError, MoltError, did_you_mean
 
 Config = TypeVar("Config")
@@ -215,6 +216,7 @@ def run_command(command: Callable[[list[str]], int | None], argv: list[str]) -> 
 
     Exits silently when the reader of stdout is gone (`molt rl --help | head`).
     """
+    collect_rarely()
     try:
         code = command(argv) or 0
         sys.stdout.flush()

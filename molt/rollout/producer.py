@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from molt.chat.collector import collect_rarely
+from molt.collector import collect_rarely
 from molt.config import RolloutConfig
 from molt.data.prompts import PromptStream
 from molt.data.rows import UnusableRow

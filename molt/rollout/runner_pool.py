@@ -82,6 +82,7 @@ class RunnerPool:
     async def ready(self) -> None:
         """Returns when every runner has loaded its agent; raises what its constructor raised."""
         await asyncio.gather(*(runner.ready.remote() for runner in self.runners))
+        self._seen.update({runner: (time.monotonic(), []) for runner in self.runners})
 
     @property
     def patience_s(self) -> float:

@@ -108,15 +108,18 @@ def test_a_training_checkpoint_is_named_and_so_is_the_model_beside_it(models, fi
 
 @pytest.mark.ray
 def test_the_whole_program_greedy(model_dir, tmp_path):
-    """In a process of its own, over the fake engine: greedy samples of a prompt are all the same."""
-    dataset = write_prompts(tmp_path / "held_out.jsonl", 5, {3: "raise"})
+    """In a process of its own, over the fake engine: greedy samples of a prompt are all the same. The first prompts
+    block their runner, which is noticed long before their deadline."""
+    dataset = write_prompts(tmp_path / "held_out.jsonl", 5, {0: f"block:{tmp_path / 'flag'}", 3: "raise"})
     arguments = flags(model_dir, tmp_path / "out", "", "--eval.dataset", dataset, "--eval.eval_only",
                       "--eval.temperature", "0", "--eval.n_samples_per_prompt", "3", "--eval.batch_size", "2",
-                      "--rollout.max_failure_rate", "0.5", "--rollout.max_retries", "0")  # fmt: skip
+                      "--rollout.max_failure_rate", "0.5", "--rollout.max_retries", "1",
+                      "--train.watchdog_s", "4")  # fmt: skip
     done = subprocess.run([sys.executable, "-m", "tests.runs", *arguments], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])["sources"]["held_out"]
     assert (found["prompts"], found["samples"], found["failures"]) == (5, 15, 3)
     assert found["pass1"] == found["pass3"]
+    assert "runner 0 is replaced: no answer within train.watchdog_s (=4)" in done.stderr
     assert "3  RuntimeError: " in done.stdout and "the sandbox is gone" in done.stdout
     assert not (tmp_path / "out").exists()
