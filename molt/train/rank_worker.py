@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 
 from molt.batch.plan import RankPlan, Scores
 from molt.errors import MoltError, RankLostError
@@ -66,6 +66,11 @@ class TrainedWorker(RankWorker):
 
     def evidence(self) -> list[Evidence]:
         return self.model.evidence()
+
+
+def _waited_in_vain(error: Exception) -> bool:
+    """Whether a rank's collective took longer than it may. NCCL ends the process itself then."""
+    return isinstance(error, RayTaskError) and "Timed out waiting" in str(error.cause)  # gloo has no class for it
 
 
 def fetch(groups: dict[int, ray.ObjectRef]) -> Samples:
@@ -148,11 +153,13 @@ class Ranks:
             raise self._lost(f"did not answer within {self.timeout_s:.0f} s") from None
         except MoltError:
             raise
-        except Exception:  # raised again; a rank whose peer died fails in a collective, before that death is known
-            await asyncio.wait(tasks, timeout=PEER_S)
+        except Exception as error:  # raised again; a rank whose peer died or hangs fails in a collective
+            _, silent = await asyncio.wait(tasks, timeout=PEER_S)
             errors = [task.exception() for task in tasks if task.done()]
             if dead := next((error for error in errors if isinstance(error, RayActorError)), None):
                 raise self._lost(f"died ({dead})") from dead
+            if silent and _waited_in_vain(error):
+                raise self._lost(f"hangs, for which another one waited in vain ({error.cause})") from error
             raise
 
     def _lost(self, how: str) -> RankLostError:

@@ -1,0 +1,52 @@
+"""Ranks as the driver sees them: whose fault it is when one fails."""
+
+import asyncio
+import re
+import time
+
+import pytest
+import ray
+import torch
+import torch.distributed as dist
+from ray.exceptions import RayTaskError
+
+from molt.errors import RankLostError
+from molt.parallel.mesh import init_distributed
+from molt.train.rank_worker import Ranks, RankWorker
+
+pytestmark = pytest.mark.ray
+
+
+@ray.remote(num_cpus=0)
+class Rank(RankWorker):
+    """Two of them meet in a collective, which may take 2 s; the second one has a fault."""
+
+    def step(self, fault: str) -> None:
+        if self.rank == 1 and fault == "hang":
+            time.sleep(3600)
+        if self.rank == 1 and fault == "raise":
+            raise ValueError("a plug-in's mistake")
+        dist.all_reduce(torch.ones(1))
+
+
+def meet(settings, rank, world_size, address, port, local_rank):
+    return init_distributed(rank, world_size, address, port, torch.device("cpu"), timeout_s=2.0)
+
+
+@pytest.mark.parametrize(("fault", "error", "said"), [
+    ("hang", RankLostError, r"a policy rank hangs, for which another one waited in vain \(.*Timed out waiting 2000ms"),
+    ("raise", RayTaskError, "a plug-in's mistake"),
+])  # fmt: skip
+def test_a_rank_that_hangs_is_lost_and_one_that_raises_is_not(ray_session, fault, error, said):
+    async def main():
+        ranks = Ranks(lambda index: Rank.remote(), 2, name="policy", timeout_s=60)
+        try:
+            await ranks.start(meet, None)
+            await ranks.all([worker.step.remote(fault) for worker in ranks.workers])
+        finally:
+            for worker in ranks.workers:
+                ray.kill(worker)
+
+    with pytest.raises(error) as raised:
+        asyncio.run(main())
+    assert re.search(said, str(raised.value))
