@@ -66,10 +66,10 @@ CHARTS = (
     Chart("Throughput", ("perf/tokens_per_s",), zero=True, note="tokens per second"),
     Chart("Faults", ("faults/*",), zero=True, noisy=False),
 )
-WARNS = re.compile("fault|fail|filtered|lost|tripped|silence|begun_again|dropped")
+WARNS = re.compile("fail|filtered|lost|tripped|silence|begun_again|dropped|discarded")
 """Kinds of events that stand out."""
 LISTED_EVENTS = 12
-"""A kind of event with more of them is summarised in one row; publications always are."""
+"""A kind of event with more of them is summarised in one row; those that every step has always are."""
 SHOWN_ROLLOUTS = 8
 SHOWN_CHARACTERS = 3000
 E = html.escape
@@ -167,7 +167,7 @@ def events_table(run_dir: Path) -> str:
     start = min(events[0].get("time", 0.0) for events in by_kind.values())
     rows = []
     for kind, events in by_kind.items():
-        if kind.startswith("publi") or len(events) > LISTED_EVENTS:
+        if kind == "publication" or len(events) > LISTED_EVENTS:
             rows.append((events[0].get("time", 0.0), kind, _summary(events)))
         else:
             rows += [(event.get("time", 0.0), kind, _fields(event)) for event in events]

@@ -2,6 +2,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from molt.report.page import build, write_report
 from molt.report.rollouts import write_rollouts
 from molt.report.sinks import RunLog
 
+ROOT = Path(__file__).parents[2]
 EVIL = "<script>alert('x')</script>"
 
 
@@ -46,7 +48,7 @@ def rl_run(tmp_path):
             )
             log.event("publication", version=step, seconds=0.5)
         log.step(3, {"eval/rev/pass1": 0.75})
-        log.event("fault", reason="timeout", detail=EVIL)
+        log.event("rollout_failed", reason="timeout", detail=EVIL)
     write_rollouts(run, 3, [rollout(0.0, "bad" + EVIL), rollout(1.0, "good")], lambda ids: "".join(map(chr, ids)))
     (run / "config.toml").write_text(f'[actor]\nmodel_name_or_path = "{EVIL}"\n')
     return run
@@ -98,6 +100,24 @@ def test_the_page_says_what_was_optimised_and_what_was_filtered(tmp_path):
     }
     assert re.search(r"<tr class=fault>.{0,40}<td>filtered</td><td>step 3 · fraction 0.995 · in_a_row 1<", page)
     assert re.search(r"<tr>.{0,40}<td>small_batch</td><td>step 3 · groups 2<", page)
+
+
+CALM = {"publication", "checkpoint", "evaluation", "best", "small_batch", "resumed", "recovered", "rejoined",
+        "engine_restarted"}  # fmt: skip
+
+
+def test_what_went_wrong_stands_out_whatever_it_is(tmp_path):
+    """Every kind of event that the source names is listed, and all but the calm ones stand out."""
+    source = "".join(path.read_text() for path in (ROOT / "molt").rglob("*.py"))
+    kinds = set(re.findall(r'event\(\s*"(\w+)"', source))
+    assert kinds > CALM
+    with RunLog(tmp_path, LoggerConfig(logging_steps=100), "", 1) as log:
+        for kind in kinds:
+            log.event(kind, reason=f"because of {kind}")
+    rows = re.findall(r"<tr( class=fault)?><td>[^<]*</td><td>(\w+)</td><td>(.*?)</td>", build(tmp_path))
+    assert {kind for mark, kind, _ in rows if not mark} == CALM
+    assert {kind for mark, kind, _ in rows if mark} == kinds - CALM
+    assert all(f"because of {kind}" in text for _, kind, text in rows)
 
 
 def test_an_sft_run_has_only_what_it_measured(tmp_path):
