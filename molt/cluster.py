@@ -17,7 +17,6 @@ from typing import Any
 
 import ray
 import torch
-from ray.exceptions import RayActorError
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -30,9 +29,9 @@ from molt.errors import ConfigError, LostError, ResourceError
 from molt.parallel.mesh import DTYPES, param_dtype, resolve_device
 from molt.report.metrics import merge
 from molt.rollout.engine_worker import EngineSettings, RolloutEngineWorker
-from molt.rollout.pool import EngineGroup
+from molt.rollout.pool import DEAD, EngineGroup
 from molt.rollout.runner_pool import GRACE_S, RunnerPool
-from molt.rollout.runner_worker import RunnerSettings, RunnerWorker
+from molt.rollout.runner_worker import RunnerSettings, RunnerWorker, longest_s
 from molt.train.critic import Critic, CriticSettings
 from molt.train.policy import Policy, PolicySettings
 from molt.train.policy_worker import CriticWorker, PolicyRanks, PolicyWorker, ReferenceWorker
@@ -246,12 +245,11 @@ async def started(
     engine_actor = engine_worker.options(max_restarts=-1, **place)
     engines = [engine_actor.remote(engine) for _ in range(num_engines(config))]
     runner = runner_settings(config)
-    attempts = config.rollout.max_retries + 1
     runners = RunnerPool(
         lambda name: RunnerWorker.options(**SPREAD).remote(runner, engines, name),
         (config.rollout.num_runners or (2 if gpus else 1)) if engines else 0,
-        deadline_s=attempts * config.rollout.timeout_s + GRACE_S,
-        attempts=attempts,
+        deadline_s=longest_s(config.rollout) + GRACE_S,
+        attempts=config.rollout.max_retries + 1,
         silence_s=train.watchdog_s,
         max_restarts=train.max_restarts,
     )
@@ -290,8 +288,8 @@ async def _starting() -> AsyncIterator[None]:
             f"the processes were not up within {START_TIMEOUT_S:.0f} s: the run ends here. Look at `ray status` for "
             "resources that are not there, and at the output above for a model that does not load."
         ) from None
-    except RayActorError as error:
-        if error.actor_init_failed:  # it says itself what its constructor raised
+    except DEAD as error:
+        if getattr(error, "actor_init_failed", False):  # it says itself what its constructor raised
             raise
         raise LostError(
             f"a process died while the run started ({repr(error).strip().splitlines()[-1]}): the run ends here. Free "

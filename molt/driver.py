@@ -35,7 +35,7 @@ from molt.rollout.evaluate import Answers, answer
 from molt.rollout.producer import Producer
 from molt.rollout.replay import Replay, Unpublished, begin_dump, dumped
 from molt.rollout.watchdog import Watchdog
-from molt.train.checkpoint import checkpoint_step, latest_checkpoint
+from molt.train.checkpoint import checkpoint_step, latest_checkpoint, repair
 from molt.types import Prompt
 
 PROBE_SEQUENCES, PROBE_TOKENS = 8, 32
@@ -100,13 +100,15 @@ async def drive(config: RLConfig, engine_worker: Any = RolloutEngineWorker) -> N
     renderer = load_renderer(
         config.actor.model_name_or_path, config.data.chat_template, apply_chat_template=config.data.apply_chat_template
     )
+    if config.ckpt.load_enable:
+        repair(config.ckpt.checkpoints)
     checkpoint = latest_checkpoint(config.ckpt.checkpoints) if config.ckpt.load_enable else None
     if checkpoint:
         refuse_other_run(checkpoint, config, stream)
     # Without a checkpoint, whatever an earlier attempt logged is not of this run's lineage either.
     resume_step = checkpoint_step(checkpoint) if checkpoint else -1 if config.ckpt.load_enable else None
     if dump_dir := config.train.rollout_dump_dir:
-        begin_dump(dump_dir, identity(config, stream), resume_step)
+        begin_dump(dump_dir, identity(config, stream), resume_step, owner=config.ckpt.output_dir)
     said = header(config, total_steps)
     with RunLog(config.ckpt.run_dir, config.logger, said, total_steps, resume_step) as log:
         (config.ckpt.run_dir / "header.txt").write_text(said)

@@ -32,6 +32,7 @@ from molt.publish.publication import Publisher
 from molt.records import Records
 from molt.report.metrics import merge
 from molt.rollout.evaluate import evaluate
+from molt.rollout.pool import HEARTBEAT_S
 from molt.rollout.producer import Producer
 from molt.rollout.replay import Replay, Unpublished
 from molt.rollout.watchdog import Watchdog
@@ -92,6 +93,8 @@ async def enduring(run: Run, whole: Callable[[Run], Awaitable[None]]) -> None:
             run.records.event("rank_lost", step=run.step, restart=run.restarts, reason=str(lost))
             if run.restarts > run.config.train.max_restarts:
                 raise
+            if run.producer.error and run.producer.failed.is_set():  # whoever found that watches no more
+                raise run.producer.error from lost
             print(f"step {run.step}: {lost} All ranks start again from the last checkpoint.", file=sys.stderr)
 
 
@@ -229,10 +232,18 @@ def _adapt_kl(run: Run, measured: dict[str, Metric]) -> dict[str, Metric]:
 
 
 async def publish(run: Run) -> dict[str, Metric]:
-    """Publish the trainer's weights as `run.version`, with proof."""
+    """Publish the trainer's weights as `run.version`, with proof; a run that is to stop waits for no engine."""
     run.published = max(run.published, run.version)  # used, even if only one engine ever has it
-    proof = await run.publisher.publish(run.version)
-    if proof:  # a replay has no engines
+    publishing = asyncio.ensure_future(run.publisher.publish(run.version))
+    try:
+        while not publishing.done():
+            await asyncio.wait((publishing,), timeout=HEARTBEAT_S)
+            waits = not publishing.done() and not run.cluster.engines.present
+            if waits and run.producer.stopping:  # a resume publishes
+                return {}
+    finally:
+        publishing.cancel()
+    if proof := publishing.result():  # a replay has no engines
         run.records.event("publication", version=run.version, mismatch=proof["mismatch/abs_max"].total)
     return proof
 

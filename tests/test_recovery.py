@@ -3,10 +3,14 @@
 The engines' faults are injected once, at a place of their protocol; processes are killed by SIGKILL between two steps.
 """
 
+import asyncio
 import os
 import re
 import signal
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pyarrow.parquet as pq
@@ -198,6 +202,49 @@ def test_an_engine_that_cannot_start_again_stops_the_run_which_is_saved(ray_sess
     with pytest.raises(EngineError, match=r"engine 0 was restarted 2 times in a row \(train.max_restarts\)"):
         run(config(model_dir, tmp_path, "--train.max_restarts", "2"), ray.remote(max_concurrency=16384)(Fragile))
     assert_saved(tmp_path / "out", at_least=3)
+
+
+def test_a_run_that_is_stopped_while_its_only_engine_starts_again_is_saved(
+    ray_session, model_dir, tmp_path, monkeypatch
+):
+    """The engine dies before a publication and its new process takes for ever; SIGTERM waits for neither."""
+    output = tmp_path / "out"
+
+    class Slow(FakeEngine):
+        async def start(self):
+            import asyncio
+
+            if (flag := tmp_path / "flag").exists():
+                (tmp_path / "starting").touch()
+                await asyncio.sleep(3600)
+            flag.touch()
+            await super().start()
+
+    def terminate():
+        while not (tmp_path / "starting").exists():
+            time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    kill_before(monkeypatch, loop, "publish", "Slow")
+    threading.Thread(target=terminate, daemon=True).start()
+    run(config(model_dir, tmp_path), ray.remote(max_concurrency=16384)(Slow))
+    assert_saved(output, at_least=1)
+    assert versions(output) == [0]
+
+
+def test_a_lost_rank_does_not_hide_that_the_run_is_to_stop():
+    """The watcher of the engines has given up; the ranks' restart would go on without it."""
+    producer = SimpleNamespace(error=EngineError("engine 0 was restarted 3 times"), failed=asyncio.Event())
+    producer.failed.set()
+    records = SimpleNamespace(event=lambda *args, **fields: None)
+    train = SimpleNamespace(max_restarts=3)
+    run = SimpleNamespace(producer=producer, records=records, restarts=0, step=1, config=SimpleNamespace(train=train))
+
+    async def whole(run):
+        raise RankLostError("a policy rank died")
+
+    with pytest.raises(EngineError, match="restarted 3 times"):
+        asyncio.run(loop.enduring(run, whole))
 
 
 def test_what_stops_an_evaluation_stops_the_run_which_is_saved(ray_session, model_dir, tmp_path, monkeypatch):

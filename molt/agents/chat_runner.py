@@ -27,6 +27,8 @@ from molt.types import InfraFailure, Media, PolicyFailure, Scored, Turn
 API_KEY, MODEL, MARK = "molt", "policy", "MOLT_HARNESS"
 GRACE_S, KILL_S = 1.0, 5.0
 """What a harness may take to end when it is asked to, and to be gone when it is ended."""
+KEPT_BYTES = 1 << 22
+"""Of the beginning of what a harness writes, and of its end."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Finished:
 
     returncode: int
     stdout: str
+    """Its beginning and its end, where it is too long to be kept."""
     stderr: str
     timed_out: bool = False
 
@@ -90,7 +93,7 @@ class ChatContext:
         process = await asyncio.create_subprocess_exec(
             *command, cwd=cwd, env={**os.environ, **found, **(env or {}), MARK: mark}, start_new_session=True, **pipes
         )
-        said = bytearray(), bytearray()
+        said = Said(), Said()
         pairs = zip((process.stdout, process.stderr), said, strict=True)
         talk = [asyncio.create_task(_read(*pair)) for pair in pairs] + [asyncio.create_task(_write(process, stdin))]
         timed_out = False
@@ -104,7 +107,7 @@ class ChatContext:
             await asyncio.wait(talk, timeout=KILL_S)  # nobody holds the pipes any more
             for task in talk:
                 task.cancel()
-        return Finished(process.returncode, *(text.decode(errors="replace") for text in said), timed_out)
+        return Finished(process.returncode, *map(str, said), timed_out)
 
 
 async def _exited(process: asyncio.subprocess.Process) -> None:
@@ -112,9 +115,28 @@ async def _exited(process: asyncio.subprocess.Process) -> None:
         await asyncio.sleep(0.02)
 
 
-async def _read(stream: asyncio.StreamReader, into: bytearray) -> None:
+class Said:
+    """The beginning and the end of what a process writes, which a policy may make endless."""
+
+    def __init__(self):
+        self.head, self.tail, self.dropped = bytearray(), bytearray(), 0
+
+    def add(self, chunk: bytes) -> None:
+        space = KEPT_BYTES - len(self.head)
+        self.head += chunk[:space]
+        self.tail += chunk[space:]
+        if len(self.tail) > 2 * KEPT_BYTES:
+            self.dropped += len(self.tail) - KEPT_BYTES
+            del self.tail[:-KEPT_BYTES]
+
+    def __str__(self) -> str:
+        gap = f"\n... {self.dropped:,} bytes ...\n".encode() if self.dropped else b""
+        return (self.head + gap + self.tail).decode(errors="replace")
+
+
+async def _read(stream: asyncio.StreamReader, into: Said) -> None:
     while chunk := await stream.read(1 << 16):
-        into += chunk
+        into.add(chunk)
 
 
 async def _write(process: asyncio.subprocess.Process, text: str) -> None:
@@ -194,10 +216,9 @@ class ChatAgentRunner(Serving):
         self, context: EpisodeContext, sessions: Sequence[Session], urls: Sequence[str], turns: list[Turn]
     ) -> Episode:
         prompt, agent, session = context.prompt, self.agent_class(), sessions[0]
-        given = copy.deepcopy(prompt.text if prompt.messages is None else prompt.messages)
-        ctx = ChatContext(
-            given, copy.deepcopy(prompt.label), prompt.data_source, prompt.tools, context.seed, *urls, session
-        )
+        given = prompt.text if prompt.messages is None else prompt.messages
+        given, label, tools = copy.deepcopy((given, prompt.label, prompt.tools))  # others play the same prompt
+        ctx = ChatContext(given, label, prompt.data_source, tools, context.seed, *urls, session)
         episode = Episode(turns, Scored(0.0, 0.0), truncated=False)
         work, failed = asyncio.create_task(agent.run(ctx)), asyncio.create_task(session.failed.wait())
         try:
@@ -226,6 +247,6 @@ class ChatAgentRunner(Serving):
 
 
 def _ran_out(error: BaseException | None, session: Session) -> bool:
-    """Whether an agent gave up because its context is full: it had answers, was refused one, and says nothing else."""
+    """Whether an agent gave up because its context is full: it had answers, and was refused the last one."""
     theirs = isinstance(error, Exception) and not isinstance(error, PolicyFailure | InfraFailure)
-    return theirs and bool(session.counters["out_of_context"] and session.tree.nodes)
+    return theirs and session.refused and bool(session.tree.nodes)

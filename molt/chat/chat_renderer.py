@@ -199,6 +199,10 @@ class ChatRenderer:
         content = "\n".join(filter(None, [found.content, *malformed]))
         return Parsed(content, found.reasoning_content, [call for call in calls if call], malformed)
 
+    def unparsed(self, sampled_ids: list[int]) -> str:
+        """What was sampled as text, calls as the model spells them; without its reasoning, if that ends."""
+        return self._spoken(sampled_ids).rpartition(THOUGHT)[2].strip()
+
     def _find_family(self):
         from renderers import base, config_from_name, create_renderer
 
@@ -412,7 +416,7 @@ def _call(name: Any, arguments: Any, call_id: str | None = None) -> ToolCall | N
         return None
     try:
         text = _as_json(arguments)
-        text.encode()  # half of a surrogate pair is no text
+        (name + text).encode()  # half of a surrogate pair is no text
     except (ValueError, RecursionError):
         return None
     return ToolCall(call_id or secrets.token_hex(5)[:9], name, text)  # nine characters, as Mistral's templates ask

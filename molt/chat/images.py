@@ -45,12 +45,13 @@ def read_images(messages: Sequence[Message]) -> list["File"]:
     """All images in the messages, in order. Raises ChatError."""
     parts = [part for m in messages if isinstance(m["content"], list) for part in m["content"]]
     urls = [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
-    if len(urls) > MAX_IMAGES:
+    turns = 1 + sum(message["role"] == "assistant" for message in messages)  # what was rendered before may come again
+    if len(urls) > MAX_IMAGES * turns:
         why = f"{len(urls)} images at once: at most {MAX_IMAGES} are read. Send fewer in one request."
         raise ChatError(400, "invalid_request", why)
-    files, left = [], MAX_PIXELS
+    files, left = [], MAX_PIXELS * turns
     for url in urls:
-        files.append(_read(url, left))
+        files.append(_read(url, min(left, MAX_PIXELS)))
         left -= files[-1].image.width * files[-1].image.height
     return files
 

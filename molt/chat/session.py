@@ -73,6 +73,8 @@ class Session:
     call_freely: CallFreely | None = None
     tree: Tree = field(default_factory=Tree)
     counters: Counter[str] = field(default_factory=Counter)
+    refused: bool = False
+    """Whether the last prompt did not fit into the context."""
     failure: InfraFailure | None = None
     """Ends the episode: whoever runs it waits for `failed`."""
     failed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -143,11 +145,13 @@ class Session:
         match, ids, media = await self._prompt(request)
         if len(ids) >= self.max_len:
             self.counters["out_of_context"] += 1
+            self.refused = True
             said = f"prompt is too long: {len(ids)} tokens > {self.max_len} maximum"
             refuse(said, code="context_length_exceeded")
         self._admit(request)
         limit = min(filter(None, [self.max_len - len(ids), self.max_new_tokens, request.max_tokens]))
-        turns = await _all([self._call(ids, limit, request, media) for _ in range(request.n)])
+        turns = await _all([self._call(ids, limit, request, media, index) for index in range(request.n)])
+        self.refused = False
         light = sum(len(turn.token_ids) for turn in turns) <= LIGHT_TOKENS
         read = await aside(lambda: [self._read(turn, ids, request) for turn in turns], light=light)
         for turn, answer, malformed in read:
@@ -205,11 +209,14 @@ class Session:
         files = read_images(whole)
         return self.renderer.place(self.renderer.render(whole, request.tools), files)
 
-    async def _call(self, ids: list[int], limit: int, request: ChatRequest, media: tuple[Media, ...]) -> Turn:
+    async def _call(
+        self, ids: list[int], limit: int, request: ChatRequest, media: tuple[Media, ...], index: int
+    ) -> Turn:
         shown = {"media": media} if media else {}
         if request.train or self.call_freely is None:
             return await self.call_model(ids, limit, **shown)
-        seed = {} if request.seed is None else {"seed": request.seed}
+        # Answers to one request differ, as vLLM's do.
+        seed = {} if request.seed is None else {"seed": min(request.seed + index, 2**64 - 1)}
         chosen = {name: value for name, value in request.sampling.items() if name in HONOURED}
         return await self.call_freely(ids, limit, chosen | seed, **shown)
 
@@ -217,9 +224,11 @@ class Session:
         """The turn as it is recorded, what the client gets, and how many calls in it could not be read."""
         turn, stop = self._cut(turn, request.stop)
         parsed = self.renderer.parse(turn.token_ids.tolist(), request.tools, ids)
-        content = parsed.content.partition(stop)[0] if stop else parsed.content
-        finish = "tool_calls" if parsed.tool_calls and turn.finish_reason == "stop" else turn.finish_reason
-        calls = tuple(parsed.tool_calls)
+        content, calls = parsed.content, tuple(parsed.tool_calls)
+        if calls and not request.tools:  # nothing can be called: to the client it is text
+            content, calls = self.renderer.unparsed(turn.token_ids.tolist()), ()
+        content = content.partition(stop)[0] if stop else content
+        finish = "tool_calls" if calls and turn.finish_reason == "stop" else turn.finish_reason
         answer = Answer(content, parsed.reasoning, calls, finish, len(turn.token_ids), stop)
         return turn, answer, len(parsed.malformed)
 

@@ -161,6 +161,8 @@ class Tree:
         """Not in the nodes, so that there are no cycles: a dropped tree is gone, without the garbage collector."""
         self.train_side = train_side
         self._excluded: list[Callable[[Node], bool]] = []
+        self._trained_tops: dict[Node, None] = {}
+        """The beginnings of conversations with a call to train, in their order of first such calls."""
 
     def match(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> Match:
         """The deepest node whose path `messages` repeat by meaning, under the same tools.
@@ -246,6 +248,8 @@ class Tree:
         self.children[parent].append(node)
         self.children[node] = []
         self.nodes.append(node)
+        if train:
+            self._trained_tops[node.path[0]] = None
         return node
 
     def ids(self, node: Node) -> np.ndarray:
@@ -261,13 +265,16 @@ class Tree:
         return [message for n in node.path for message in n.messages]
 
     def side(self, node: Node) -> bool:
-        """Whether it belongs to a side conversation. The main one is the first with tools, or else the first."""
+        """Whether it belongs to a side conversation. The main one is the first with tools, or else the first.
+
+        One that the agent leaves out of training (no call is trained, or its first one is excluded) is never the main.
+        """
         return self._aside(node.path[0].tools, node.path[0].said)
 
     def _aside(self, tools: list, said: list[Meaning]) -> bool:
-        tops = self.children[self.root]
-        main = next((top for top in tops if top.tools), tops[0])
-        return not tools and _system(said) != _system(main.said)
+        tops = [top for top in self._trained_tops if not self._left_out(top)]
+        main = next((top for top in tops if top.tools), tops[0] if tops else None)
+        return main is not None and not tools and _system(said) != _system(main.said)
 
     def exclude(self, branch: Node | Callable[[Node], bool]) -> None:
         """Train neither the node (or every node of which the function is true, now or later) nor what follows it."""
@@ -306,7 +313,10 @@ class Tree:
     def _trained(self, node: Node) -> bool:
         if not node.train or not len(node.token_ids) or (self.side(node) and not self.train_side):
             return False
-        return not any(excluded(n) for n in node.path for excluded in self._excluded)
+        return not any(map(self._left_out, node.path))
+
+    def _left_out(self, node: Node) -> bool:
+        return any(excluded(node) for excluded in self._excluded)
 
     def show(self, decode: Callable[[list[int]], str]) -> str:
         """The tree as text: a head line per call, then what was given (-) and what was sampled (+)."""

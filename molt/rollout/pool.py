@@ -12,13 +12,15 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from molt.errors import EngineError
 from molt.publish.proof import Receipt
 from molt.rollout.engine_worker import Sampling
 from molt.types import InfraFailure, Media, Turn
 
+DEAD = RayActorError, OutOfMemoryError
+"""What a call on a process raises that is gone; Ray kills one itself when its node runs out of memory."""
 MAX_ATTEMPTS = 3
 HEARTBEAT_S = 1.0
 """Between two looks at an engine or a runner."""
@@ -53,7 +55,7 @@ class EnginePool:
                 index = self._affinity.setdefault(rollout, self._least_loaded())
                 try:
                     return await self._call(index, prompt_ids, sampling, shown)
-                except (EngineError, RayActorError, RayTaskError) as error:
+                except (EngineError, RayTaskError, *DEAD) as error:
                     failed.append(f"engine {index}: {error!r}")
                     self._affinity[rollout] = await self._serving(after=index)
         raise InfraFailure("engine", f"{MAX_ATTEMPTS} attempts failed: {'; '.join(failed)}")
@@ -207,7 +209,7 @@ class EngineGroup:
                 serves = await self.engines[index].alive.remote()
         except TimeoutError:
             return f"no answer within train.watchdog_s (={self.silence_s:g})"
-        except (EngineError, RayActorError, RayTaskError) as error:
+        except (EngineError, RayTaskError, *DEAD) as error:
             return repr(error).strip().splitlines()[-1]
         return None if serves or index in self._waiting else "its process is a new one"
 
@@ -254,7 +256,7 @@ class EngineGroup:
             try:
                 async with asyncio.timeout(ANSWER_S):
                     await engine.alive.remote()
-            except RayActorError:
+            except DEAD:
                 return
             except (TimeoutError, RayTaskError):
                 continue

@@ -117,7 +117,7 @@ class Producer:
             await self._fill_all()
             self.failures.check(min_attempts=1)  # a short run that only failed must not end as a success
         except* MoltError as errors:
-            self.error = errors.exceptions[0]
+            self.error = self.error or errors.exceptions[0]
         self.ended = True
         self._notify()
 

@@ -19,24 +19,28 @@ from molt.rollout.buffer import load_buffer, save_buffer
 from molt.rollout.runner_pool import own
 from molt.types import Group, Metric, Sample
 
+OWNER = "output_dir"
+"""In dump.json, beside the settings: the run that may go on with it."""
+
 
 def batch_dir(folder: Path, step: int) -> Path:
     return folder / f"step_{step:06d}"
 
 
-def begin_dump(folder: Path, identity: dict[str, Any], step: int | None) -> None:
-    """Dump from now on what is trained after `step`; None: by a run that is no resume.
+def begin_dump(folder: Path, identity: dict[str, Any], step: int | None, owner: Path) -> None:
+    """Dump from now on what is trained after `step`; None: by a run that is no resume. owner: its output directory.
 
     Raises `DataError` when the directory has batches of another run, which a replay would mix up with those of this.
     """
-    if step is None and next(folder.glob("step_*"), None):
+    mine = step is not None and _read(folder).get(OWNER, str(owner.resolve())) == str(owner.resolve())
+    if not mine and next(folder.glob("step_*"), None):
         raise DataError(
             f"`train.rollout_dump_dir` (={folder}) has batches of another run: a replay would train both. Use another "
             "directory, or remove them."
         )
     folder.mkdir(parents=True, exist_ok=True)
     _require_same(folder, identity, "train.rollout_dump_dir")
-    (folder / "dump.json").write_text(json.dumps(identity))
+    (folder / "dump.json").write_text(json.dumps(identity | {OWNER: str(owner.resolve())}))
     abandon_dump(folder, -1 if step is None else step)
 
 
@@ -47,10 +51,15 @@ def abandon_dump(folder: Path, step: int) -> None:
             shutil.rmtree(path)
 
 
-def _require_same(folder: Path, identity: dict[str, Any], flag: str) -> None:
+def _read(folder: Path) -> dict[str, Any]:
+    """What its dump.json says; {} where there is none."""
     path = folder / "dump.json"
-    made = json.loads(path.read_text()) if path.exists() else identity
-    if made != identity:
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _require_same(folder: Path, identity: dict[str, Any], flag: str) -> None:
+    made = {key: value for key, value in _read(folder).items() if key != OWNER}
+    if made and made != identity:
         raise DataError(
             f"`{flag}` (={folder}) was made with {made}, this run has {identity}: its places in the stream would be "
             "other prompts. Use the settings of that run."

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import ObjectLostError, RayActorError
+from ray.exceptions import ObjectLostError
 
 from molt.errors import LostError
+from molt.rollout.pool import DEAD
 from molt.rollout.runner_worker import GroupResult, GroupTask
 from molt.rollout.watchdog import RolloutState, table
 from molt.types import InfraFailure, Sample
@@ -109,7 +110,7 @@ class RunnerPool:
                     ray.cancel(result)
                 else:  # its event loop is blocked (an env that never awaits): only a new process helps
                     self._replace(index, runner, f"no end of a group within {self.deadline_s:.0f} s")
-            except RayActorError as error:
+            except DEAD as error:
                 self._replace(index, runner, repr(error).strip().splitlines()[-1])
             except ObjectLostError:
                 continue  # its node is gone, which `states` will notice
@@ -144,7 +145,7 @@ class RunnerPool:
         try:
             async with asyncio.timeout(self.silence_s):
                 states, lag_s = await runner.states.remote()
-        except (TimeoutError, RayActorError) as error:
+        except (TimeoutError, *DEAD) as error:
             since, said = self._seen.get(runner, (0.0, []))
             if isinstance(error, TimeoutError) and said is None and time.monotonic() - since < LOADING_S:
                 return []

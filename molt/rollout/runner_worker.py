@@ -18,7 +18,7 @@ import ray
 
 from molt.agents.chat_runner import ChatAgentRunner
 from molt.agents.load import load_runner
-from molt.agents.step_runner import Episode, EpisodeContext
+from molt.agents.step_runner import CLOSE_S, Episode, EpisodeContext
 from molt.chat.chat_renderer import load_chat_renderer
 from molt.chat.render import load_renderer
 from molt.config import EvalConfig, PromptDataConfig, RolloutConfig
@@ -51,6 +51,11 @@ class GroupTask:
     top_p: float
     top_k: int
     max_new_tokens: int | None
+
+
+def longest_s(rollout: RolloutConfig) -> float:
+    """No group takes longer in its runner: every attempt ends, and is closed, within a limit."""
+    return (rollout.max_retries + 1) * (rollout.timeout_s + CLOSE_S)
 
 
 SAMPLING = ("n_samples_per_prompt", "temperature", "top_p", "top_k", "max_new_tokens")
@@ -94,6 +99,7 @@ class AgentHost:
         self.pool = EnginePool(engines, name)
         self.attempts: set[Attempt] = set()
         self.lag = LoopLag()
+        self.watching: asyncio.Task | None = None
         self.renderer = load_renderer(
             settings.model, settings.data.chat_template, apply_chat_template=settings.data.apply_chat_template
         )
@@ -108,10 +114,10 @@ class AgentHost:
 
     async def ready(self) -> None:
         """Answers when the constructor is done."""
-        self.watching = asyncio.create_task(self.lag.run())
 
     async def states(self) -> tuple[list[RolloutState], float]:
         """Every rollout in flight, and the worst lag of the event loop since the last call, in seconds."""
+        self.watching = self.watching or asyncio.create_task(self.lag.run())
         now, name = time.monotonic(), self.name
         states = [
             RolloutState(a.group_id, a.index, name, a.doing, a.turns, now - a.started, now - a.since)

@@ -200,6 +200,13 @@ def latest_checkpoint(directory: Path) -> Path | None:
     return None
 
 
+def repair(directory: Path) -> None:
+    """Finish what was killed between its manifest and its name. Who owns the directory calls it, before a resume."""
+    for tmp in directory.glob("step_*[0-9].tmp"):
+        if complete(tmp) and not tmp.with_suffix("").exists():
+            tmp.rename(tmp.with_suffix(""))
+
+
 def prune(directory: Path, max_num: int, max_bytes: float = inf, best: int | None = None) -> None:
     """Remove the oldest checkpoints until at most `max_num` (>= 1) of at most `max_bytes` in all are left.
 

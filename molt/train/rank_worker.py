@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
 from molt.batch.plan import RankPlan, Scores
 from molt.errors import MoltError, RankLostError
@@ -26,6 +26,8 @@ ScoreRefs = dict[str, list[ray.ObjectRef]]
 """By name, one `Scores` of each rank that made them."""
 
 
+DEAD = RayActorError, OutOfMemoryError
+"""What a call on a rank raises that is gone; Ray kills one itself when its node runs out of memory."""
 PEER_S = 5.0
 """For a death to be known after a rank failed for it."""
 
@@ -156,7 +158,7 @@ class Ranks:
         except Exception as error:  # raised again; a rank whose peer died or hangs fails in a collective
             _, silent = await asyncio.wait(tasks, timeout=PEER_S)
             errors = [task.exception() for task in tasks if task.done()]
-            if dead := next((error for error in errors if isinstance(error, RayActorError)), None):
+            if dead := next((error for error in errors if isinstance(error, DEAD)), None):
                 raise self._lost(f"died ({dead})") from dead
             if silent and _waited_in_vain(error):
                 raise self._lost(f"hangs, for which another one waited in vain ({error.cause})") from error

@@ -1,6 +1,7 @@
 """`ChatAgentRunner` over a scripted model: what is recorded, what is not, and how an episode ends."""
 
 import asyncio
+import re
 import sys
 import time
 
@@ -10,7 +11,7 @@ import psutil
 import pytest
 from openai import AsyncOpenAI, BadRequestError, OpenAI
 
-from molt.agents import ChatAgent, ChatAgentRunner, PolicyFailure, Result
+from molt.agents import ChatAgent, ChatAgentRunner, PolicyFailure, Result, chat_runner
 from molt.agents.step_runner import EpisodeContext
 from molt.chat.chat_renderer import ChatRenderer
 from molt.errors import AgentError
@@ -43,7 +44,7 @@ class Model:
         return await self(prompt_ids, max_tokens)
 
 
-def play(run, model, *, within_s=20.0, **limits):
+def play(run, model, *, within_s=20.0, tools=None, **limits):
     """One episode of an agent whose `run` is the given coroutine function."""
 
     class Agent(ChatAgent):
@@ -51,7 +52,7 @@ def play(run, model, *, within_s=20.0, **limits):
             return await run(ctx)
 
     async def episode():
-        prompt = Prompt(0, 0, 0, messages=SAY, text=None, label="label", data_source="source")
+        prompt = Prompt(0, 0, 0, messages=SAY, text=None, label="label", data_source="source", tools=tools)
         context = EpisodeContext(
             prompt, model, None, 7, limits.pop("max_len", 500), **limits,
             chat=ChatRenderer(TOKENIZER, [END_ID]), call_freely=model.freely,
@@ -227,6 +228,17 @@ def test_other_errors_are_none_of_the_context(texts, max_len, then, error):
         play(run, Model(*texts), max_len=max_len)
 
 
+def test_an_error_after_an_answer_that_followed_a_refusal_is_none_of_the_context():
+    async def run(ctx):
+        with pytest.raises(BadRequestError):
+            await talk(ctx)
+        await ask(ctx, ctx.prompt)  # compacted, it fits
+        raise ConnectionError("the sandbox is dead")
+
+    with pytest.raises(ConnectionError):
+        play(run, Model(*["x" * 20] * 9), max_len=100)
+
+
 def test_an_agent_that_goes_on_after_a_refusal_is_scored_as_it_says():
     async def run(ctx):
         with pytest.raises(BadRequestError):
@@ -235,6 +247,16 @@ def test_an_agent_that_goes_on_after_a_refusal_is_scored_as_it_says():
 
     episode = play(run, Model(*["x" * 20] * 9), max_len=100)
     assert episode.outcome == Scored(1.0, 1.0) and not episode.truncated
+
+
+def test_what_an_agent_does_to_what_it_is_given_stays_its_own():
+    async def run(ctx):
+        ctx.tools.append("mine")
+        ctx.prompt.append("mine")
+        return Result(reward=1.0)
+
+    play(run, Model(), tools=(tools := [{"type": "function"}]))
+    assert tools == [{"type": "function"}] and SAY == [{"role": "user", "content": "say it"}]
 
 
 def test_turns_keep_no_prompt_alive():
@@ -325,6 +347,20 @@ def test_a_harness_that_leaves_a_child_behind_has_ended():
     async def run(ctx):
         done = await ctx.harness("bash", "-c", "sleep 600 & echo hi; exit 3", timeout_s=20)
         assert (done.returncode, done.stdout, done.timed_out) == (3, "hi\n", False)
+        return Result(reward=1.0)
+
+    assert play(run, Model()).outcome.reward == 1.0
+
+
+def test_of_endless_output_the_beginning_and_the_end_are_kept():
+    size = 6 * chat_runner.KEPT_BYTES
+
+    async def run(ctx):
+        done = await ctx.harness("bash", "-c", f"echo begun; head -c {size} /dev/zero | tr '\\0' x; echo; echo ended")
+        assert done.stdout.startswith("begun\nxx") and done.stdout.endswith("xx\nended\n")
+        kept = len(done.stdout)
+        dropped = int(re.search(r"\n\.\.\. ([\d,]+) bytes \.\.\.\n", done.stdout)[1].replace(",", ""))
+        assert kept < 3.1 * chat_runner.KEPT_BYTES and done.stdout.count("x") + dropped == size
         return Result(reward=1.0)
 
     assert play(run, Model()).outcome.reward == 1.0

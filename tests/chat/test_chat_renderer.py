@@ -381,6 +381,7 @@ MALFORMED = [
     '<tool_call>{"name": "add", "arguments": [1]}</tool_call>',
     '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>',
     '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>',
+    '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>',
     "<tool_call>[]</tool_call>",
     "<tool_call>" + "[" * 5000 + "</tool_call>",
 ]

@@ -209,6 +209,17 @@ def test_the_images_of_a_request_are_bounded_together(monkeypatch):
     ).message  # fmt: skip
 
 
+def test_what_was_shown_in_earlier_turns_may_come_again():
+    """As after an edit, when everything is rendered anew: each turn brought no more than it may."""
+
+    def turns(count):
+        return [user(picture(1, 2, 2)), {"role": "assistant", "content": "seen"}] * count + [user("and?")]
+
+    assert len(read_images(turns(40))) == 40
+    crowded = [user(*[picture(1, 2, 2)] * (2 * MAX_IMAGES + 1)), *turns(0)]
+    assert "33 images" in refused(session_of(), *crowded).message
+
+
 def test_a_model_of_text_alone_has_no_reader_and_a_broken_processor_is_a_wrong_set_up(tmp_path):
     assert load_image_reader(str(save_tiny(tmp_path / "text"))) is None
     directory = save_tiny_vlm(tmp_path / "vlm")

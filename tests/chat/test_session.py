@@ -15,6 +15,7 @@ from molt.types import InfraFailure
 from tests.chat.scripted import VERSION, ScriptedModel, ids_of, renderer, text_of, turn_of
 
 HI = ChatRequest([{"role": "user", "content": "hi"}])
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
 RETRIED = replace(HI, hints={RETRY: "1"})
 TURN_TOKENS = len(ids_of("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"))
 
@@ -285,10 +286,10 @@ def test_what_is_rendered_anew_keeps_the_reasoning_that_the_client_dropped():
     session = session_of('<think>\nhm\n</think>\n\none<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>', "two")
 
     async def run():
-        (answer,) = (await session.answer(HI)).answers
+        (answer,) = (await session.answer(replace(HI, tools=TOOLS))).answers
         echo = replace(answer, reasoning=None)
         said = [*HI.messages, _echo(echo), {"role": "tool", "content": "r", "tool_call_id": answer.tool_calls[0].id}]
-        await session.answer(ChatRequest([*said, {"role": "assistant", "content": "the client's own"}]))
+        await session.answer(ChatRequest([*said, {"role": "assistant", "content": "the client's own"}], tools=TOOLS))
 
     asyncio.run(run())
     assert "the client's own" in session.call_model.prompts[1] and "hm" in session.call_model.prompts[1]
@@ -367,9 +368,33 @@ def test_a_malformed_call_reaches_the_client_as_text_and_is_counted():
     assert reply.answers[0].finish_reason == "stop"
 
 
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_a_call_of_what_is_not_offered_is_text(tools):
+    said = '<think>\nhm\n</think>\n\nso: <tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    (answer,) = asyncio.run(session_of(said).answer(replace(HI, tools=tools))).answers
+    if tools:
+        assert (answer.content, answer.finish_reason) == ("so:", "tool_calls") and answer.tool_calls[0].name == "f"
+    else:
+        assert answer.content == 'so: <tool_call>{"name": "f", "arguments": {}}</tool_call>'
+        assert (answer.reasoning, answer.tool_calls, answer.finish_reason) == ("hm", (), "stop")
+
+
+def test_n_answers_with_a_seed_are_n_samples():
+    asked = []
+
+    async def freely(ids, max_tokens, sampling):
+        asked.append(sampling["seed"])
+        return turn_of("free", ids)
+
+    session = session_of(call_freely=freely)
+    for seed in (5, 2**64 - 2):
+        asyncio.run(session.answer(replace(HI, seed=seed, train=False, n=3)))
+    assert asked == [5, 6, 7, 2**64 - 2, 2**64 - 1, 2**64 - 1]
+
+
 def test_parallel_sub_agents_are_one_segment_each():
     """Two agents with their own system prompts and a tool, three turns each, interleaved."""
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+    tools = TOOLS
 
     async def run():
         texts = iter("abcdef")

@@ -482,6 +482,25 @@ def test_without_any_tools_the_first_conversation_is_the_main_one():
     assert (chat.tree.side(a), chat.tree.side(b)) == (False, True)
 
 
+@pytest.mark.parametrize("how", ["opted out", "excluded"])
+def test_a_simulated_user_who_speaks_first_is_not_the_main_conversation(how):
+    chat = Chat()
+    simulated = chat.ask(TITLE, tools=None, train=how != "opted out")
+    if how == "excluded":
+        chat.tree.exclude(simulated)
+    agent = chat.ask([SYSTEM, user("hi")], tools=None)
+    assert agent.reason == "root" and not chat.tree.side(agent)
+    assert [s.token_ids.tolist() for s in chat.tree.samples()] == [chat.tree.ids(agent).tolist()]
+
+
+def test_a_conversation_whose_first_call_opted_out_is_the_main_one_all_the_same():
+    chat = Chat()
+    main = chat.ask([SYSTEM, user("hi")], tools=None, train=False)
+    main = chat.ask(history(main, user("more")), tools=None)
+    title = chat.ask(TITLE, tools=None)
+    assert chat.tree.side(title) and not chat.tree.side(main)
+
+
 def test_exclude_a_node_or_by_a_predicate():
     chat = Chat()
     a = chat.ask([SYSTEM, user("hi")])
@@ -639,9 +658,11 @@ class Sessions:
     def included(self):
         """By what is known here: opt-outs, exclusions, and which conversation is the main one."""
         tops = {node: (full[0][1], tools) for node, _, full, tools, _ in self.calls if len(node.path) == 1}
-        main = next((top for top in tops.values() if top[1]), next(iter(tops.values()), None))
+        trained = dict.fromkeys(node.path[0] for node, *_, train in self.calls if train)
+        mains = [tops[top] for top in trained if top not in self.excluded]
+        main = next((top for top in mains if top[1]), mains[0] if mains else None)
         for node, turn, _, tools, train in self.calls:
-            side = tools is None and tops[node.path[0]][0] != main[0]
+            side = main is not None and tools is None and tops[node.path[0]][0] != main[0]
             if train and not side and not self.excluded & set(node.path) and len(turn.token_ids):
                 yield turn
 

@@ -1,8 +1,11 @@
 """The math agent: which number counts as the answer, which numbers are equal, and what it pays."""
 
+import re
 import sys
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from molt.agents.load import load_runner
 from molt.types import Scored
@@ -26,6 +29,26 @@ def test_score_is_right_or_wrong_and_the_box_is_a_bonus(answer, reward, score):
     episode, _ = play("math_problems.py", "Ann has 3 apples and buys 4 more. How many?", "7", answer)
     assert episode.outcome == Scored(pytest.approx(reward), score)
     assert episode.info["boxed"] == ("boxed" in answer)
+
+
+def box_by_box(text):
+    """From the last box on, until one is closed: as slow as simple."""
+    for start in [match.start() for match in re.finditer(r"\\boxed{", text)][::-1]:
+        depth, begin = 1, start + len("\\boxed{")
+        for end in range(begin, len(text)):
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            if depth == 0:
+                return text[begin:end]
+    return None
+
+
+@given(st.lists(st.sampled_from(["\\boxed{", "{", "}", "7"]), max_size=12).map("".join))
+def test_the_last_box_that_is_closed_is_the_answer(text):
+    assert agent.last_box(text) == box_by_box(text)
+
+
+def test_boxes_that_are_never_closed_take_no_time():
+    assert agent.last_box("\\boxed{" * 200_000) is None  # by pairs, an hour
 
 
 @pytest.mark.parametrize("chat", [True, False])

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import ssl
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -75,6 +76,16 @@ def test_a_client_with_a_tool_loop_of_its_own():
     assert episode.outcome.reward == 1.0 and episode.info["calls"] == 2
     (sample,) = episode.samples
     assert TOKENIZER.decode(sample.token_ids[sample.mask]) == f"{both}<|im_end|>It is 42<|im_end|>"
+
+
+@pytest.mark.parametrize(("said", "right"), [("It is 42.", 1.0), ("42", 1.0), ("It is 142", 0.0), ("", 0.0)])
+def test_the_last_word_is_the_answer(said, right):
+    assert play("chat_tools.py", "42", said)[0].outcome.reward == right
+
+
+def test_an_expression_that_cannot_be_read_is_told():
+    module = sys.modules[load_runner(str(AGENTS / "chat_tools.py")).agent_class.__module__]
+    assert module.calculate("-" * 7000 + "1").startswith("error: ")
 
 
 def test_a_model_that_only_calls_is_cut():

@@ -1,5 +1,7 @@
 """Batches that one run dumped, trained again by another one without an engine: the same bits."""
 
+from functools import partial
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -23,18 +25,21 @@ def test_batches_are_counted_up_to_the_first_gap(tmp_path):
 
 
 def test_a_dump_holds_one_lineage_of_one_run(tmp_path):
-    begin_dump(tmp_path, {"seed": 1}, None)
+    begin = partial(begin_dump, tmp_path, owner=tmp_path / "out")
+    begin({"seed": 1}, None)
     for step in (1, 2, 3):
         batch_dir(tmp_path, step).mkdir()
         (batch_dir(tmp_path, step) / "buffer.json").write_text("[]")
     with pytest.raises(DataError, match=r"rollout_dump_dir` \(=.*has batches of another run.*another directory"):
-        begin_dump(tmp_path, {"seed": 1}, None)
+        begin({"seed": 1}, None)
+    with pytest.raises(DataError, match="has batches of another run"):  # a resume, but of a run of its own
+        begin_dump(tmp_path, {"seed": 1}, -1, owner=tmp_path / "elsewhere")
     for step in (None, 2):
         with pytest.raises(DataError, match=r"another run|made with \{'seed': 1\}, this run has \{'seed': 2\}"):
-            begin_dump(tmp_path, {"seed": 2}, step)
+            begin({"seed": 2}, step)
     with pytest.raises(DataError, match=r"rollout_replay_dir.*made with"):
         dumped(tmp_path, {"seed": 2})
-    begin_dump(tmp_path, {"seed": 1}, 2)  # a resume from step 2: 3 is of the lineage that is abandoned
+    begin({"seed": 1}, 2)  # a resume from step 2: 3 is of the lineage that is abandoned
     assert dumped(tmp_path, {"seed": 1}) == 2
 
 

@@ -18,7 +18,7 @@ from molt.errors import EngineError, LostError
 from molt.rollout.engine_worker import Sampling
 from molt.rollout.pool import MAX_ATTEMPTS, EnginePool
 from molt.rollout.runner_pool import RunnerPool
-from molt.rollout.runner_worker import AgentHost, GroupTask, RunnerSettings, seed_of
+from molt.rollout.runner_worker import AgentHost, GroupTask, RunnerSettings, longest_s, seed_of
 from molt.rollout.watchdog import RolloutState
 from molt.types import InfraFailure, PolicyFailure, Prompt, Scored, Turn
 from tests.tiny import END_ID
@@ -225,6 +225,25 @@ def test_a_cancellation_that_leaks_out_of_an_agent_leaves_its_siblings_alone(hos
     result, samples = run_group(host(FakeEngine(), max_retries=0), "the first does", n=3)
     assert sorted(type(r.outcome).__name__ for r in result.rollouts) == ["InfraFailure", "Scored", "Scored"]
     assert sorted(len(segments) for segments in samples) == [0, 1, 1]
+
+
+def test_a_blocked_event_loop_is_measured_from_the_first_look_on(host):
+    """Whoever starts the runner: those that replace others, too."""
+
+    async def main():
+        hosted = host(FakeEngine())
+        await hosted.states()
+        await asyncio.sleep(0.1)  # it measures
+        time.sleep(0.5)
+        await asyncio.sleep(0.1)
+        return (await hosted.states())[1]
+
+    assert asyncio.run(main()) > 0.3
+
+
+def test_a_runner_is_given_what_its_own_limits_add_up_to():
+    # two attempts of 180 s, and 30 s each to close
+    assert longest_s(RolloutConfig(timeout_s=180.0, max_retries=1)) == 420.0
 
 
 def test_a_group_that_is_cancelled_ends_and_makes_no_further_attempt(host):

@@ -24,6 +24,7 @@ from molt.train.checkpoint import (
     load_checkpoint,
     prune,
     removing,
+    repair,
     require_same_run,
     temporary,
     write_part,
@@ -224,6 +225,29 @@ def test_a_torn_checkpoint_is_skipped_with_a_warning_that_names_it(two_saved, ho
         assert latest_checkpoint(directory) == paths[0]
     with pytest.raises(CheckpointError, match="step_000002 is torn"):
         load_checkpoint(paths[1], *parts)
+
+
+@pytest.mark.parametrize("killed_at", [0, 1])
+def test_saving_a_step_again_loses_nothing_when_it_is_killed(two_saved, monkeypatch, killed_at):
+    """At either rename of the older one out of the way and of the newer one into its place."""
+    parts, directory, paths = two_saved
+    rename, left = Path.rename, [killed_at]
+
+    def killed(self, target):
+        if self.parent == directory:
+            if not left[0]:
+                raise KeyboardInterrupt
+            left[0] -= 1
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save(directory, 2, parts, {"step": 2, "again": True})
+    monkeypatch.undo()
+    repair(directory)
+    assert latest_checkpoint(directory) == paths[1]
+    assert "again" in json.loads((paths[1] / "extra.json").read_text()) or killed_at == 0
+    load_checkpoint(paths[1], *parts)
 
 
 def test_an_unfinished_checkpoint_does_not_exist(tiny, mesh, tmp_path):

@@ -13,7 +13,7 @@ class OneAnswer(ChatAgent):
         http = DefaultAsyncHttpxClient(verify=False)  # plain HTTP: else each client loads certificates, for 35 ms
         async with AsyncOpenAI(base_url=ctx.openai_url, api_key=ctx.api_key, http_client=http) as client:
             reply = await client.chat.completions.create(model=ctx.model, messages=ctx.prompt)
-        return Result(reward=float((reply.choices[0].message.content or "").strip() == ctx.label))
+        return Result(reward=float((reply.choices[0].message.content or "").strip() == str(ctx.label)))
 
 
 class AgentRunner(ChatAgentRunner):

@@ -37,7 +37,7 @@ def calculate(expression: str) -> str:
 
     try:
         return f"{value(ast.parse(expression, mode='eval').body):g}"
-    except (SyntaxError, ValueError, ZeroDivisionError, OverflowError, RecursionError) as error:
+    except (SyntaxError, ValueError, ZeroDivisionError, OverflowError, RecursionError, MemoryError) as error:
         return f"error: {error}"
 
 
@@ -51,8 +51,8 @@ class Calculator(ChatAgent):
                 said = reply.choices[0].message
                 messages.append(said.model_dump(exclude_none=True))
                 if not said.tool_calls:
-                    right = (said.content or "").strip().endswith(str(ctx.label))
-                    return Result(reward=float(right), info={"calls": calls})
+                    words = (said.content or "").rstrip(" .").split()
+                    return Result(reward=float(words[-1:] == [str(ctx.label)]), info={"calls": calls})
                 calls += len(said.tool_calls)
                 messages += [self.result(call) for call in said.tool_calls]
         return Result(reward=0.0, truncated=True, info={"calls": calls})

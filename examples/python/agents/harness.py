@@ -48,8 +48,10 @@ class FileTask(ChatAgent):
             folder, task = Path(name), ctx.prompt[-1]["content"]
             done = await {"claude": claude_code, "opencode": opencode}[HARNESS](ctx, task, folder)
             answer = folder / "answer.txt"
-            found = answer.read_text().strip() if answer.is_file() else ""
-        return Result(reward=float(found == ctx.label), truncated=done.timed_out, info={"exit": done.returncode})
+            found = answer.read_text(errors="replace").strip() if answer.is_file() else ""
+        if done.returncode and not done.timed_out and not ctx.session.tree.nodes:
+            raise RuntimeError(f"it asked the model nothing and ended with {done.returncode}: {done.stderr[-500:]}")
+        return Result(reward=float(found == str(ctx.label)), truncated=done.timed_out, info={"exit": done.returncode})
 
 
 class AgentRunner(ChatAgentRunner):

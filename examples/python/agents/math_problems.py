@@ -25,6 +25,7 @@ BOX_BONUS = 0.1
 """Far below 1, so that a box around a wrong answer never pays."""
 
 NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d))(?:\s*/\s*\d+)?")
+BRACE = re.compile(r"\\boxed\{|[{}]")
 FRACTION = re.compile(r"\\[dt]?frac\{([-+]?\d+)\}\{(\d+)\}")
 
 
@@ -59,15 +60,13 @@ class AgentRunner(StepEnvRunner):
 
 def last_box(text: str) -> str | None:
     r"""What is inside the last `\boxed{...}` that is closed; braces may be nested."""
-    start = text.rfind("\\boxed{")
-    while start >= 0:
-        depth, begin = 1, start + len("\\boxed{")
-        for end in range(begin, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[end], 0)
-            if depth == 0:
-                return text[begin:end]
-        start = text.rfind("\\boxed{", 0, start)
-    return None
+    opened, last, found = [], -1, None
+    for brace in BRACE.finditer(text):
+        if brace[0] != "}":
+            opened.append(brace)
+        elif opened and (start := opened.pop())[0] != "{" and start.start() > last:
+            last, found = start.start(), text[start.end() : brace.start()]
+    return found
 
 
 def final_answer(text: str) -> str | None:
