@@ -161,8 +161,8 @@ class Tree:
         """Not in the nodes, so that there are no cycles: a dropped tree is gone, without the garbage collector."""
         self.train_side = train_side
         self._excluded: list[Callable[[Node], bool]] = []
-        self._trained_tops: dict[Node, None] = {}
-        """The beginnings of conversations with a call to train, in their order of first such calls."""
+        self._trained_tops: set[Node] = set()
+        """The beginnings of conversations with a call to train."""
 
     def match(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> Match:
         """The deepest node whose path `messages` repeat by meaning, under the same tools.
@@ -249,7 +249,7 @@ class Tree:
         self.children[node] = []
         self.nodes.append(node)
         if train:
-            self._trained_tops[node.path[0]] = None
+            self._trained_tops.add(node.path[0])
         return node
 
     def ids(self, node: Node) -> np.ndarray:
@@ -272,7 +272,7 @@ class Tree:
         return self._aside(node.path[0].tools, node.path[0].said)
 
     def _aside(self, tools: list, said: list[Meaning]) -> bool:
-        tops = [top for top in self._trained_tops if not self._left_out(top)]
+        tops = [top for top in self.children[self.root] if top in self._trained_tops and not self._left_out(top)]
         main = next((top for top in tops if top.tools), tops[0] if tops else None)
         return main is not None and not tools and _system(said) != _system(main.said)
 

@@ -496,9 +496,11 @@ def test_a_simulated_user_who_speaks_first_is_not_the_main_conversation(how):
 def test_a_conversation_whose_first_call_opted_out_is_the_main_one_all_the_same():
     chat = Chat()
     main = chat.ask([SYSTEM, user("hi")], tools=None, train=False)
+    titles = [chat.ask(TITLE, tools=None)]  # the only one that is trained so far
+    assert not chat.tree.side(titles[0])
     main = chat.ask(history(main, user("more")), tools=None)
-    title = chat.ask(TITLE, tools=None)
-    assert chat.tree.side(title) and not chat.tree.side(main)
+    titles.append(chat.ask(TITLE, tools=None))
+    assert not chat.tree.side(main) and all(map(chat.tree.side, titles))
 
 
 def test_exclude_a_node_or_by_a_predicate():
@@ -658,8 +660,8 @@ class Sessions:
     def included(self):
         """By what is known here: opt-outs, exclusions, and which conversation is the main one."""
         tops = {node: (full[0][1], tools) for node, _, full, tools, _ in self.calls if len(node.path) == 1}
-        trained = dict.fromkeys(node.path[0] for node, *_, train in self.calls if train)
-        mains = [tops[top] for top in trained if top not in self.excluded]
+        trained = {node.path[0] for node, *_, train in self.calls if train}
+        mains = [top for node, top in tops.items() if node in trained - self.excluded]
         main = next((top for top in mains if top[1]), mains[0] if mains else None)
         for node, turn, _, tools, train in self.calls:
             side = main is not None and tools is None and tops[node.path[0]][0] != main[0]
