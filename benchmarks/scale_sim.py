@@ -15,7 +15,7 @@ every size and what passes with time alone weighs the same. CPU is in millisecon
 
     waiting     the most rollouts that waited for the engine at once
     longest     callback of the driver's event loop, ms of CPU of its thread, garbage collections included. Full ones
-                are too rare to be in it (`molt/collector.py`)
+                are too rare to be in it (`molt/rare_gc.py`)
     memory      KiB that the driver holds at most beyond what it had before the first rollout, per rollout that runs.
                 At the smallest size some of it fits into what warming up left
 

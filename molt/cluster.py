@@ -136,7 +136,7 @@ def start_ray(config: RLConfig) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     logging.getLogger("ray").setLevel(logging.ERROR)
     guard.start(os.getpid())
-    every_worker = {"env_vars": variables, "worker_process_setup_hook": "molt.collector.collect_rarely"}
+    every_worker = {"env_vars": variables, "worker_process_setup_hook": "molt.rare_gc.collect_rarely"}
     ray.init(include_dashboard=False, configure_logging=False, log_to_driver=True, runtime_env=every_worker)
 
 

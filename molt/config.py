@@ -22,6 +22,11 @@ class Range(NamedTuple):
     fix: str
 
 
+def comma_list(text: str) -> list[str]:
+    """The items of a setting such as `a.jsonl, b.jsonl`."""
+    return [item.strip() for item in text.split(",") if item.strip()]
+
+
 def at_least(low: int, consequence: str, fix: str = "") -> Range:
     return Range(lambda value: value >= low, consequence, fix or f"Use a value >= {low}")
 

@@ -17,12 +17,12 @@ from ray.exceptions import RayTaskError
 
 from molt import cluster
 from molt.chat.render import Renderer, load_renderer
-from molt.cli.args import dump
 from molt.config import RLConfig
+from molt.config_file import dump
 from molt.data.mixture import EpochOrder
 from molt.data.prompts import PromptDataset, PromptStream
-from molt.data.rows import DropReport, UnusableRow, load_rows
-from molt.errors import ConfigError, MoltError
+from molt.data.rows import DropReport, load_rows
+from molt.errors import ConfigError, MoltError, UnusableRow
 from molt.loop import Run, begin_evaluation, between_steps, enduring, evaluation_due, finish_evaluation, publish, train
 from molt.publish.publication import Publisher
 from molt.records import Records, identity, refuse_other_run

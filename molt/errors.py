@@ -3,6 +3,7 @@
     MoltError
     ├── ConfigError(ValueError)
     ├── DataError(ValueError)
+    │   └── UnusableRow
     ├── ResourceError(RuntimeError)
     ├── AgentError(TypeError)
     ├── LostError(RuntimeError)
@@ -33,6 +34,10 @@ class ConfigError(MoltError, ValueError):
 
 class DataError(MoltError, ValueError):
     """A dataset or a template cannot be used."""
+
+
+class UnusableRow(DataError):
+    """One row cannot be used. The argument is the reason, the same text for every row it applies to."""
 
 
 class ResourceError(MoltError, RuntimeError):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
-from molt.config import CriticConfig, KlConfig, RefConfig, RewardConfig, RLConfig, Section, TrainConfig
+from molt.config import CriticConfig, KlConfig, RefConfig, RewardConfig, RLConfig, Section, TrainConfig, comma_list
 
 Message = str | None
 EVALUATED = re.compile(r"eval/.+/(pass\d+|pass1_low|pass1_high|response_length|truncated)")
@@ -34,10 +34,6 @@ def first_change(section: Section, default: Section) -> str:
         if value != usual:
             return f"{name}.{first_change(value, usual)}" if isinstance(value, Section) else name
     return ""
-
-
-def comma_list(text: str) -> list[str]:
-    return [item.strip() for item in text.split(",") if item.strip()]
 
 
 def wrong_shares(shares: str | None, datasets: str) -> tuple[str, str] | None:

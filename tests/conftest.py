@@ -5,7 +5,7 @@ import os
 import hypothesis
 import pytest
 
-from molt.collector import collect_rarely
+from molt.rare_gc import collect_rarely
 
 collect_rarely()
 hypothesis.settings.register_profile("molt", deadline=None)  # a busy machine is not a failure

@@ -54,7 +54,7 @@ class FakeEngine:
             finish_reason="stop" if ids[-1] in sampling.stop_token_ids else "length",
         )
 
-    async def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
+    async def logprobs(self, sequences: list[list[int]]) -> list[np.ndarray]:
         scored = []
         for ids in sequences:
             values = self._logprobs(ids, 1.0)[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]

@@ -3,19 +3,18 @@
 import ast
 import importlib.util
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-_spec = importlib.util.spec_from_file_location("count_lines", ROOT / "scripts" / "count_lines.py")
-count_lines = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(count_lines)
+_spec = importlib.util.spec_from_file_location("modules", ROOT / "scripts" / "modules.py")
+modules = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(modules)
 
 LAYERS = [
-    {"types", "config", "config_sft", "rules", "rules_sft", "errors", "plugin", "collector"},
+    {"types", "config", "config_sft", "rules", "rules_sft", "errors", "user_module", "rare_gc", "hub", "config_file"},
     {"algo", "batch"},
     {"agents", "chat", "data", "models", "parallel", "publish", "report"},
     {"rollout", "train"},
@@ -34,7 +33,7 @@ NOT_IN_RL_PATH = re.compile(
     r"molt/(report/(page|charts|viewer\w*)|cli/(demo\w*|train_sft|eval|main|advice|agent)|agents/adapters|train/sft\w*|config_sft|rules_sft)\.py"
 )
 
-MODULES = count_lines.package_modules()
+MODULES = modules.package_modules()
 # The front door may re-export anything, and everything may read its version.
 INNER = {name: path for name, path in MODULES.items() if name != "molt"}
 
@@ -45,7 +44,7 @@ def _tree(path: Path) -> ast.Module:
 
 def _imports(module: str) -> set[str]:
     """Everything imported anywhere in the module; here `TYPE_CHECKING` counts, for it is knowledge too."""
-    return count_lines.imported_names(module, MODULES[module], ast.walk(_tree(MODULES[module])))
+    return modules.imported_names(module, MODULES[module], ast.walk(_tree(MODULES[module])))
 
 
 def _part(module: str) -> str:
@@ -60,7 +59,7 @@ def _level(module: str) -> int:
 def _code(path: Path) -> str:
     """The source without comments and docstrings."""
     tree = _tree(path)
-    for constant in count_lines.bare_strings(tree):
+    for constant in modules.bare_strings(tree):
         constant.value = ""
     return ast.unparse(tree)
 
@@ -109,37 +108,8 @@ def test_devices_are_named_in_three_files(module):
 
 
 def test_the_rl_path_leaves_out_sft_the_demo_and_the_report_page():
-    inside = [_relative(MODULES[name]) for name in count_lines.rl_path(MODULES)]
+    inside = [_relative(MODULES[name]) for name in modules.rl_path(MODULES)]
     assert not [path for path in inside if NOT_IN_RL_PATH.fullmatch(path)]
-
-
-def test_the_readme_quotes_the_size_of_the_rl_path():
-    done = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "count_lines.py", "--check"], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_count_lines_leaves_out_blanks_comments_and_every_docstring():
-    source = '''"""Module doc.
-
-two lines"""
-
-import os  # 1: a comment behind code
-
-X = 3
-"""Doc of a field."""
-
-
-def f():
-    """Doc."""
-    # a comment
-    return """a
-
-    b"""  # the blank line inside the string is blank
-'''
-    # import, X, def, `return """a`, `b"""`
-    assert count_lines.code_lines(source) == 5
 
 
 def test_import_graph_follows_functions_and_strings_but_not_type_checking(tmp_path):
@@ -154,5 +124,5 @@ def test_import_graph_follows_functions_and_strings_but_not_type_checking(tmp_pa
     }
     for name, text in files.items():
         (package / name).write_text(text)
-    modules = count_lines.package_modules(tmp_path)
-    assert count_lines.rl_path(modules, "molt.a") == {"molt.a", "molt.b", "molt.c", "molt.e"}
+    found = modules.package_modules(tmp_path)
+    assert modules.rl_path(found, "molt.a") == {"molt.a", "molt.b", "molt.c", "molt.e"}

@@ -6,7 +6,7 @@ from pathlib import Path
 from molt.agents.chat_runner import ChatAgentRunner
 from molt.agents.step_runner import StepEnvRunner
 from molt.errors import AgentError, did_you_mean
-from molt.plugin import load_module
+from molt.user_module import load_module
 
 LIBRARIES = ("gymnasium", "reasoning_gym", "verifiers")
 """`LIBRARY:NAME` as an agent path is an environment of that library (`adapters.py`)."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from molt.algo.advantage import ADVANTAGES, Estimator, GroupContext
 from molt.algo.loss import LOSSES, PolicyLoss
 from molt.errors import ConfigError, did_you_mean
-from molt.plugin import load_module
+from molt.user_module import load_module
 
 NEEDS = ("ref_logprobs", "values")
 GROUP, TOKEN = "def f(rewards, groups, ctx)", "def f(reward, mask, *, kl, values, gamma, lam)"

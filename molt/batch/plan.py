@@ -13,7 +13,7 @@ import torch
 from molt.algo.advantage import Estimator, GroupContext
 from molt.algo.reduce import token_weights
 from molt.algo.shaping import shape_reward
-from molt.batch.balance import micro_batches, partition
+from molt.batch.partition import micro_batches, partition
 from molt.config import RewardConfig
 from molt.types import RolloutInfo
 

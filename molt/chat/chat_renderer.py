@@ -30,7 +30,7 @@ from typing import Any, Literal
 from molt.chat.images import File, ImageReader, load_image_reader
 from molt.chat.protocol import ChatError, Message, ToolCall
 from molt.chat.render import ANSWER, end_ids, load_tokenizer, render_text, require_template
-from molt.data.rows import UnusableRow
+from molt.errors import UnusableRow
 from molt.types import Media
 
 Tools = list[dict[str, Any]] | None

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from molt.chat.protocol import ChatError, Message
-from molt.data.hub import only_local
 from molt.errors import ConfigError
+from molt.hub import only_local
 from molt.types import Media
 
 if TYPE_CHECKING:

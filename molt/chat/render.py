@@ -10,9 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from molt.data.hub import only_local
-from molt.data.rows import UnusableRow
-from molt.errors import ConfigError, DataError, did_you_mean
+from molt.errors import ConfigError, DataError, UnusableRow, did_you_mean
+from molt.hub import only_local
 from molt.types import Prompt
 
 # Plain words at both ends, so that a template that strips or splits content leaves them whole.

@@ -32,7 +32,7 @@ from molt.chat.protocol import ChatError, ChatReply, ChatRequest
 from molt.chat.session import IDEMPOTENCY, LIGHT_BYTES, RETRY, Session, aside
 from molt.chat.wires import WIRES
 from molt.chat.wires.shared import Json, refuse
-from molt.collector import collect_rarely
+from molt.rare_gc import collect_rarely
 
 HINTS = (RETRY, IDEMPOTENCY, "x-claude-code-agent-id", "x-session-id", "x-parent-session-id")
 KEEP_ALIVE_S = 75

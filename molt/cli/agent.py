@@ -13,10 +13,10 @@ from molt.agents.chat_runner import ChatAgentRunner
 from molt.agents.load import load_runner
 from molt.agents.step_runner import EpisodeContext
 from molt.chat.chat_renderer import load_chat_renderer
-from molt.chat.render import UnusableRow, load_renderer
+from molt.chat.render import load_renderer
 from molt.chat.tree import Tree
 from molt.data.prompts import as_tools
-from molt.errors import ConfigError
+from molt.errors import ConfigError, UnusableRow
 from molt.types import Media, Prompt, Turn
 
 

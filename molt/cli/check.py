@@ -21,8 +21,8 @@ from molt.chat.chat_renderer import check_round_trip, load_chat_renderer
 from molt.chat.render import Renderer, load_tokenizer
 from molt.config import CkptConfig, FsdpConfig, ModelConfig, RefConfig, RLConfig
 from molt.data.prompts import PromptDataset
-from molt.data.rows import DropReport, Rows, UnusableRow, load_rows
-from molt.errors import CheckpointError, ConfigError, DataError, MoltError
+from molt.data.rows import DropReport, Rows, load_rows
+from molt.errors import CheckpointError, ConfigError, DataError, MoltError, UnusableRow
 from molt.rules import ESTIMATOR_RULES, ESTIMATOR_WARNINGS, EVAL_RULES, EVAL_WARNINGS, RULES, WARNINGS, Rule, broken
 
 Level = Literal["error", "warning", "ok"]
@@ -180,8 +180,8 @@ def check_model(
     found: Findings, config: Any, model: ModelConfig | RefConfig, section: str, *, cpu_engine: bool, trains: bool = True
 ) -> Any:
     """The tokenizer, or None; adds what the model's configuration says against the settings."""
-    from molt.models.balance import refuse_balance
     from molt.models.build import load_config
+    from molt.models.load_balance import refuse_balance
 
     path, flag = model.model_name_or_path, f"{section}.model_name_or_path"
     if not path or (tokenizer := found.attempt(_tokenizer, path, config.data.chat_template, flag)) is None:

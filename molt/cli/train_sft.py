@@ -10,7 +10,7 @@ import os
 import sys
 
 from molt.cli.advice import disk, overlap
-from molt.cli.args import dump, parse, run_command
+from molt.cli.args import parse, run_command
 from molt.cli.check import (
     LOOK_ROWS,
     Findings,
@@ -22,6 +22,7 @@ from molt.cli.check import (
     first_rows,
     show,
 )
+from molt.config_file import dump
 from molt.config_sft import SftConfig
 from molt.rules_sft import RULES, WARNINGS
 

@@ -21,8 +21,8 @@ import numpy as np
 from molt.chat.render import ANSWER, render_text, require_template
 from molt.config_sft import SftDataConfig
 from molt.data.prompts import Message, as_messages, as_tools
-from molt.data.rows import DropReport, Row, Rows, UnusableRow, require_column
-from molt.errors import DataError
+from molt.data.rows import DropReport, Row, Rows, require_column
+from molt.errors import DataError, UnusableRow
 
 MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Span = tuple[int, int]

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from molt.config import comma_list
 from molt.errors import DataError
-from molt.rules import comma_list
 
 HALF = Fraction(1, 2)
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from molt.config import PromptDataConfig
 from molt.data.mixture import EpochOrder
-from molt.data.rows import Rows, UnusableRow, require_column
+from molt.data.rows import Rows, require_column
+from molt.errors import UnusableRow
 from molt.types import Prompt
 
 Message = dict[str, Any]

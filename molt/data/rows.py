@@ -12,10 +12,10 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from molt.data import hub
+from molt import hub
+from molt.config import comma_list
 from molt.data.files import READERS, Part, Row, table_part
-from molt.errors import DataError, did_you_mean
-from molt.rules import comma_list
+from molt.errors import DataError, UnusableRow, did_you_mean
 
 SPLIT_FLAGS = {
     "data.prompt_dataset": "data.prompt_split",
@@ -23,10 +23,6 @@ SPLIT_FLAGS = {
     "eval.dataset": "eval.split",
 }
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-
-
-class UnusableRow(DataError):
-    """One row cannot be used. The argument is the reason, the same text for every row it applies to."""
 
 
 class DropReport:

@@ -23,8 +23,8 @@ from transformers.utils.logging import disable_progress_bar
 
 import molt.models.attention  # noqa: F401  registers "varlen"
 from molt.config import FsdpConfig, ModelConfig
-from molt.data.hub import only_local
 from molt.errors import ConfigError, did_you_mean
+from molt.hub import only_local
 from molt.models import automodel
 from molt.models.forward import PolicyModel, ValueModel
 from molt.parallel.mesh import param_dtype

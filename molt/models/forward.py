@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from molt.batch.collate import Batch
-from molt.models.balance import balance_loss, routes
 from molt.models.heads import token_logprobs, token_values
+from molt.models.load_balance import balance_loss, routes
 
 
 def decoder_of(causal_lm: nn.Module) -> nn.Module:

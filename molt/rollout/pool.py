@@ -163,9 +163,9 @@ class EngineGroup:
         self._waiting.difference_update(engines)
         self._noted()
 
-    async def score(self, sequences: list[list[int]], engines: Iterable[int]) -> list[list[np.ndarray]]:
+    async def logprobs(self, sequences: list[list[int]], engines: Iterable[int]) -> list[list[np.ndarray]]:
         """The probe's log-probs, engine by engine."""
-        return await self._all("score", engines, sequences)
+        return await self._all("logprobs", engines, sequences)
 
     async def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[Turn]:
         """One turn per prompt from the first engine."""

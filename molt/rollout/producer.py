@@ -13,11 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from molt.collector import collect_rarely
 from molt.config import RolloutConfig
 from molt.data.prompts import PromptStream
-from molt.data.rows import UnusableRow
-from molt.errors import AgentError, FailureRateError, MoltError, StalledError
+from molt.errors import AgentError, FailureRateError, MoltError, StalledError, UnusableRow
+from molt.rare_gc import collect_rarely
 from molt.rollout.admission import Tally, may_start, select_batch
 from molt.rollout.runner_pool import RunnerPool
 from molt.rollout.runner_worker import group_task

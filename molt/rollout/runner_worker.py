@@ -22,7 +22,7 @@ from molt.agents.step_runner import CLOSE_S, Episode, EpisodeContext
 from molt.chat.chat_renderer import load_chat_renderer
 from molt.chat.render import load_renderer
 from molt.config import EvalConfig, PromptDataConfig, RolloutConfig
-from molt.data.rows import UnusableRow
+from molt.errors import UnusableRow
 from molt.rollout.engine_worker import Sampling
 from molt.rollout.pool import EnginePool
 from molt.rollout.samples import describe, to_sample

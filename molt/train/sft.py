@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from molt.algo.reduce import token_weights
-from molt.batch.balance import micro_batches, partition
 from molt.batch.collate import Batch, collate, scatter
+from molt.batch.partition import micro_batches, partition
 from molt.chat.render import load_tokenizer
 from molt.config_sft import SftConfig
 from molt.data.conversations import Conversation, build_conversations

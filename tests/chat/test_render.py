@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molt.chat.render import Renderer, load_tokenizer
-from molt.data.rows import UnusableRow
-from molt.errors import ConfigError, DataError
+from molt.errors import ConfigError, DataError, UnusableRow
 from molt.types import Prompt
 from tests.tiny import CHATML, END_ID, MARKED, QWEN3, START_ID, bpe_tokenizer, char_tokenizer
 

@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from molt.cli.args import dump, flags, load, parse, run_command
+from molt.cli.args import flags, parse, run_command
 from molt.config import CkptConfig, PromptDataConfig, RLConfig
+from molt.config_file import dump, load
 from molt.config_sft import SftConfig
 from molt.errors import ConfigError
 

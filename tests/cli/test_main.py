@@ -90,7 +90,7 @@ def test_sft_refuses_before_anything_is_written(run, capsys):
 
 
 def test_sft_trains_and_hands_over_the_text_of_its_settings(run, monkeypatch, capsys):
-    from molt.cli.args import load
+    from molt.config_file import load
     from molt.config_sft import SftConfig
 
     trained = []

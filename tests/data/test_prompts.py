@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from molt.config import PromptDataConfig
 from molt.data.mixture import EpochOrder
 from molt.data.prompts import PromptDataset, PromptStream, as_tools
-from molt.data.rows import UnusableRow, load_rows
-from molt.errors import DataError
+from molt.data.rows import load_rows
+from molt.errors import DataError, UnusableRow
 
 
 @pytest.fixture

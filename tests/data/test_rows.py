@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from molt.data.rows import DropReport, UnusableRow, load_rows, require_column
-from molt.errors import DataError
+from molt.data.rows import DropReport, load_rows, require_column
+from molt.errors import DataError, UnusableRow
 
 FLAG = "data.prompt_dataset"
 

@@ -70,7 +70,7 @@ class Engines:
         self.world.ill |= set(suspects)
         return bool(self.world.ill)
 
-    async def score(self, sequences, engines):
+    async def logprobs(self, sequences, engines):
         gaps = [self.world.gaps[index] for index in engines]
         return [[np.full(len(ids), gap, np.float32) for ids in sequences] for gap in gaps]
 

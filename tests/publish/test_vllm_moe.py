@@ -81,10 +81,10 @@ def test_trainer_and_engine_agree_on_an_exported_model_and_after_an_update(ray_s
         engines = EngineGroup([engine], timeout_s=60)
         probe = [ids.tolist() for ids in step_batch(seed=7)[0]]
         publisher = Publisher(policy, engines, probe, bound=1e-4, use_max=True, workers_per_engine=1)
-        (before,) = asyncio.run(engines.score(probe, [0]))
+        (before,) = asyncio.run(engines.logprobs(probe, [0]))
         policy.step(1)
         metrics = asyncio.run(publisher.publish(1))
-        (after,) = asyncio.run(engines.score(probe, [0]))
+        (after,) = asyncio.run(engines.logprobs(probe, [0]))
         assert metrics["mismatch/abs_max"].total <= 1e-4
         assert compare_probe(before, after)["mismatch/abs_max"].total > 1e-2
     finally:

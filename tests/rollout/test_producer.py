@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from molt.algo.advantage import ADVANTAGES
 from molt.batch.plan import RankPlan, advantages, plan_batch
 from molt.config import RolloutConfig
-from molt.data.rows import UnusableRow
-from molt.errors import AgentError, FailureRateError, StalledError
+from molt.errors import AgentError, FailureRateError, StalledError, UnusableRow
 from molt.rollout.producer import MIN_ATTEMPTS, STARTS, FailureWindow, Producer
 from molt.rollout.runner_worker import GroupResult
 from molt.types import Group, InfraFailure, Metric, PolicyFailure, Prompt, RolloutInfo, SampleInfo, Scored

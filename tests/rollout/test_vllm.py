@@ -178,12 +178,12 @@ def test_an_update_changes_the_probe_and_running_requests_finish_on_the_old_vers
 
     async def scenario():
         await publish.publish(1)
-        before = await publish.engines.score(publish.probe, [0])
+        before = await publish.engines.logprobs(publish.probe, [0])
         running = engine.generate.remote("running", prompts(1)[0], sampling(3, max_tokens=200, stop_token_ids=()))
         await tokens_later(engine, 20, "clock")
         publish.policy.model.load_state_dict(changed(model_dir), strict=False)
         metrics = await publish.publish(2)
-        after = await publish.engines.score(publish.probe, [0])
+        after = await publish.engines.logprobs(publish.probe, [0])
         turn = await running
         later = await engine.generate.remote("later", prompts(1)[0], sampling(3))
         return before, after, metrics, turn, later

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from molt.algo.reduce import token_weights
-from molt.batch.balance import micro_batches, partition
 from molt.batch.collate import collate, scatter
+from molt.batch.partition import micro_batches, partition
 from molt.config import AdamConfig, FsdpConfig, ModelConfig, OptimizerConfig
 from molt.models.build import build_policy
 from molt.parallel.mesh import init_distributed

@@ -5,7 +5,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from molt.data.hub import only_local
+from molt.hub import only_local
 
 
 @pytest.fixture

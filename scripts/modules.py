@@ -1,7 +1,4 @@
-"""Code lines of molt, without blanks, comments and docstrings.
-
-    python scripts/count_lines.py            two totals and a table by folder
-    python scripts/count_lines.py --check    exit 1 unless README.md quotes the RL path's total
+"""Which modules molt has, and what each imports: for the tests of the layers.
 
 The *RL path* is the static import graph of `molt.cli.train_rl_ray` inside the package: imports in
 functions count, imports under `TYPE_CHECKING` do not, and a module named in a string does (vLLM
@@ -9,25 +6,12 @@ imports the worker extension by name).
 """
 
 import ast
-import io
 import re
-import sys
-import tokenize
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ENTRY = "molt.cli.train_rl_ray"
-NOT_CODE = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENCODING,
-    tokenize.ENDMARKER,
-}
 
 
 def package_modules(root: Path = ROOT) -> dict[str, Path]:
@@ -46,22 +30,6 @@ def bare_strings(tree: ast.AST) -> list[ast.Constant]:
         for node in ast.walk(tree)
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
     ]
-
-
-def code_lines(source: str) -> int:
-    """Lines that hold at least one token of code.
-
-    A blank line inside a multi-line string is blank; docstrings hold no code.
-    """
-    # Spans in whole lines: ast counts columns in bytes, tokenize in characters.
-    docs = {(node.lineno, node.end_lineno) for node in bare_strings(ast.parse(source))}
-    text, lines = source.splitlines(), set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        span = (token.start[0], token.end[0])
-        if token.type in NOT_CODE or (token.type == tokenize.STRING and span in docs):
-            continue
-        lines.update(range(span[0], span[1] + 1))
-    return sum(1 for line in lines if text[line - 1].strip())
 
 
 def _is_type_checking(test: ast.expr) -> bool:
@@ -120,43 +88,3 @@ def rl_path(modules: dict[str, Path], entry: str = ENTRY) -> set[str]:
         seen.add(module)
         todo |= _modules_used(module, modules) - seen
     return seen
-
-
-def _folder(path: Path) -> str:
-    parts = path.relative_to(ROOT / "molt").parts
-    return parts[0] + "/" if len(parts) > 1 else parts[0]
-
-
-def check(total: int, readme: Path = ROOT / "README.md") -> str | None:
-    """What is wrong with the number that the README quotes, or None."""
-    text = readme.read_text() if readme.exists() else ""
-    quoted = re.search(r"RL path: ([\d,]+) code lines", text)
-    if quoted and int(quoted[1].replace(",", "")) == total:
-        return None
-    value = f"{quoted[0]!r}" if quoted else "no line `RL path: N code lines`"
-    return f"README.md (={value}): readers would be told a wrong size. Write `RL path: {total:,} code lines`."
-
-
-def main() -> int:
-    modules = package_modules()
-    lines = {name: code_lines(path.read_text()) for name, path in modules.items()}
-    path_modules = rl_path(modules)
-    total = sum(lines[name] for name in path_modules)
-    if "--check" in sys.argv[1:]:
-        problem = check(total)
-        print(problem or f"README.md quotes the RL path's {total:,} code lines")
-        return 1 if problem else 0
-    everything, on_path = Counter(), Counter()
-    for name, path in modules.items():
-        everything[_folder(path)] += lines[name]
-        on_path[_folder(path)] += lines[name] if name in path_modules else 0
-    print(f"{'':<14}{'RL path':>9}{'molt/':>9}")
-    for folder in everything:
-        print(f"{folder:<14}{on_path[folder]:>9,}{everything[folder]:>9,}")
-    print(f"{'total':<14}{total:>9,}{sum(lines.values()):>9,}")
-    print(f"\nRL path: {total:,} code lines in {len(path_modules)} modules; molt/: {sum(lines.values()):,}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

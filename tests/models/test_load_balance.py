@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 from molt.batch.collate import collate
 from molt.config import FsdpConfig, ModelConfig
 from molt.errors import ConfigError
-from molt.models.balance import balance_loss, refuse_balance
 from molt.models.build import build_policy
+from molt.models.load_balance import balance_loss, refuse_balance
 from tests.tiny import save_tiny, tiny_moe, tiny_qwen3
 from tests.train.ranks import CPU, run_ranks, whole
 

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from molt.batch.balance import micro_batches, partition
+from molt.batch.partition import micro_batches, partition
 
 
 def test_partition_by_hand():
