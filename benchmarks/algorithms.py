@@ -34,6 +34,7 @@ from molt.config import RLConfig
 from molt.driver import drive
 from molt.report.sinks import read_jsonl
 from molt.rollout.engine_worker import VllmEngine
+from molt.spec import resolve
 
 SEED, ASKED, CONTROL, EXPLAINED, STUDENT = 42, 0.2, 0.05, 0.3, 0.9
 ZERO = "def zero(rewards, groups, ctx):\n    return 0 * rewards\n"
@@ -174,7 +175,7 @@ def main() -> None:
         for name in names:
             began = time.perf_counter()
             config = parse(RLConfig, flags(folder, name, arguments.steps), prog="algorithms")
-            asyncio.run(drive(config, engine))
+            asyncio.run(drive(resolve(config), engine))
             gc.collect()  # ranks and runners end when nothing refers to them
             rows.append(row(name, folder, time.perf_counter() - began))
             print(json.dumps(rows[-1]), flush=True)

@@ -32,6 +32,7 @@ from molt.cli.args import parse
 from molt.config import RLConfig
 from molt.driver import drive
 from molt.report.sinks import read_jsonl
+from molt.spec import resolve
 from tests.tiny import char_tokenizer, save_tiny, tiny_qwen3
 
 SIGMA, LONGEST, HELD_OUT = 1.0, 200, 64
@@ -117,7 +118,7 @@ def settings(folder: Path, options: argparse.Namespace, mode: str, seed: int) ->
 
 def measure(config: RLConfig) -> tuple[float, float, float]:
     """Seconds from the first to the last publication, the final pass@1, and the staleness of the oldest token."""
-    in_ray(config, drive(config))
+    in_ray(config, drive(resolve(config)))
     run = config.ckpt.run_dir
     times = [event["time"] for event in read_jsonl(run / "events.jsonl") if event["kind"] == "publication"]
     metrics = list(read_jsonl(run / "metrics.jsonl"))

@@ -39,6 +39,7 @@ from molt.data.prompts import PromptDataset
 from molt.data.rows import load_rows
 from molt.driver import drive
 from molt.rollout.runner_worker import group_task
+from molt.spec import resolve
 from tests.tiny import ALPHABET, char_tokenizer, save_tiny, tiny_qwen3
 
 PROMPTS, SAMPLES, ALONE, WARM_UP = 16, 8, 3, 2
@@ -102,9 +103,13 @@ def prepare(folder: Path, options: argparse.Namespace) -> RLConfig:
     return parse(RLConfig, [*words, "--data.apply_chat_template", "--ckpt.disable_final_save"], prog="loop_efficiency")
 
 
+def ignore_event(kind: str, /, **fields) -> None:
+    """Nothing is written down."""
+
+
 async def alone(config: RLConfig) -> tuple[list[float], list[float]]:
     """Seconds per batch of generation and of training, each with the other side idle."""
-    async with cluster.started(config, 100) as processes:
+    async with cluster.started(resolve(config).processes, ignore_event) as processes:
         rows = load_rows(config.data.prompt_dataset, flag="data.prompt_dataset")
         dataset = PromptDataset(rows, config.data)
         generation, training = [], []
@@ -161,7 +166,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         config = prepare(Path(name), options)
         before = in_ray(config, alone(config))
-        in_ray(config, drive(config))
+        in_ray(config, drive(resolve(config)))
         after = in_ray(config, alone(config))
         steps, metrics = steps_of(config.ckpt.output_dir)
     generation, training = ([*a, *b] for a, b in zip(before, after, strict=True))

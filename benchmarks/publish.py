@@ -30,16 +30,18 @@ import ray
 import torch
 from _common import spread
 
-from molt.cluster import engine_settings, model_settings, start_ray
+from molt.cluster import start_ray
 from molt.config import ActorConfig, PromptDataConfig, RLConfig
-from molt.driver import PROBE_SEQUENCES, PROBE_TOKENS
 from molt.parallel.mesh import single_threaded_on_cpu
 from molt.publish.publication import Publisher
 from molt.publish.transfer import ShmSender
 from molt.rollout.engine_worker import RolloutEngineWorker
 from molt.rollout.pool import EngineGroup
+from molt.run import PROBE_SEQUENCES, PROBE_TOKENS
+from molt.spec import process_spec
 from molt.train.policy import Policy
 from molt.train.policy_worker import RayEngineClient
+from molt.worker_settings import engine_settings, policy_settings
 from tests.tiny import save_tiny, tiny_qwen3
 
 WORDS, TIMEOUT_S = 28_000, 300.0
@@ -114,9 +116,10 @@ def memcpy(tensors: list[torch.Tensor], copies: list[torch.Tensor]) -> float:
 
 
 async def measure(config: RLConfig, rounds: int) -> None:
-    engine = RolloutEngineWorker.options(num_cpus=0).remote(engine_settings(config))
+    spec = process_spec(config, [], total_batches=1)
+    engine = RolloutEngineWorker.options(num_cpus=0).remote(engine_settings(spec))
     started = engine.start.remote()
-    policy = Policy(model_settings(config, 1)["policy"][1], 0, 1, "", 0, 0)
+    policy = Policy(policy_settings(spec), 0, 1, "", 0, 0)
     await started
     trainer = Trainer(policy, TimedClient([engine], TIMEOUT_S))
     probe = np.random.default_rng(0).integers(3, WORDS, (PROBE_SEQUENCES, 32 + PROBE_TOKENS)).tolist()

@@ -50,7 +50,9 @@ from molt.data.prompts import PromptDataset, PromptStream
 from molt.data.rows import load_rows
 from molt.rollout.engine_worker import EngineSettings, Sampling
 from molt.rollout.producer import Producer
+from molt.rollout.shutdown import Shutdown
 from molt.rollout.watchdog import Watchdog
+from molt.spec import resolve_evaluation
 from molt.types import Turn
 from tests.tiny import save_tiny
 
@@ -170,6 +172,10 @@ async def learn(producer: Producer, batch_size: int) -> int:
     return trained
 
 
+def show_event(kind: str, /, **fields) -> None:
+    print(kind, fields)
+
+
 def producer_of(config: RLConfig, processes: cluster.Cluster, size: int, rollouts: int) -> Producer:
     """Over a stream of `rollouts` prompts, `size` of them in flight."""
     rows = load_rows(config.eval.dataset, flag="eval.dataset")
@@ -180,9 +186,10 @@ def producer_of(config: RLConfig, processes: cluster.Cluster, size: int, rollout
         stream,
         processes.runners,
         replace(config.rollout, batch_size=size // BATCHES, vllm_generate_batch_size=size),
+        Shutdown(),
         queue=queue,
         max_staleness=queue,
-        on_event=lambda kind, **fields: print(kind, fields),
+        on_event=show_event,
     )
 
 
@@ -209,7 +216,7 @@ async def measure(config: RLConfig, processes: cluster.Cluster, size: int, rollo
 
 async def measure_all(config: RLConfig, sizes: Sequence[int]) -> list[Measured]:
     """Every size, smallest first; shows each as it comes."""
-    async with cluster.started(config, 0, SimulatedEngineWorker) as processes:
+    async with cluster.started(resolve_evaluation(config).processes, show_event, SimulatedEngineWorker) as processes:
         await measure(config, processes, ROWS, 5 * ROWS)  # warms up
         gc.collect()
         base, found = psutil.Process().memory_info().rss, []

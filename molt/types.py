@@ -7,12 +7,16 @@ never on.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypedDict
 
 import numpy as np
 
 NOT_GENERATED = -1
 """The version of a token that the policy did not sample (prompt, observation, template)."""
+
+
+EVALUATION_EPOCH = -1
+"""The epoch of evaluation prompts: their sampling seeds never meet those of training."""
 
 
 @dataclass(frozen=True)
@@ -24,26 +28,53 @@ class Lineage:
     """
 
     rollbacks: tuple[tuple[int, int], ...] = ()
-    """`(version, step)`, ascending: from this version on, it was published with `step` batches trained."""
+    """`(version, step)`, ascending: this version has the weights after `step` batches, and counting goes on there."""
 
     def version(self, step: int) -> int:
-        """That of the weights after `step` batches."""
-        version, at = self.rollbacks[-1] if self.rollbacks else (0, 0)
-        return version + step - at
+        """The version of the weights after `step` batches."""
+        if not self.rollbacks:
+            return step
+        first_version, first_step = self.rollbacks[-1]
+        return first_version + step - first_step
 
     def steps(self, versions: np.ndarray) -> np.ndarray:
-        """Batches trained before each version of the lineage, int64 of the same shape."""
-        first, at = np.array([(0, 0), *self.rollbacks]).T
-        place = np.searchsorted(first, versions, side="right") - 1
-        return versions - first[place] + at[place]
+        """Batches trained before each version of the lineage, int64 of the same shape as `versions`."""
+        first_versions = np.array([0, *(version for version, _ in self.rollbacks)])
+        first_steps = np.array([0, *(step for _, step in self.rollbacks)])
+        place = np.searchsorted(first_versions, versions, side="right") - 1
+        return versions - first_versions[place] + first_steps[place]
 
     def rolled_back(self, step: int, published: int) -> "Lineage":
-        """The lineage that goes on from `step`, if `published` is the highest version there ever was."""
-        lineage = Lineage(tuple(pair for pair in self.rollbacks if pair[1] <= step))
-        return lineage if lineage.version(step) >= published else Lineage((*lineage.rollbacks, (published + 1, step)))
+        """The lineage that continues from `step`; `published` is the highest version that was ever published."""
+        kept = tuple(rollback for rollback in self.rollbacks if rollback[1] <= step)
+        lineage = Lineage(kept)
+        if lineage.version(step) >= published:
+            return lineage
+        return Lineage((*kept, (published + 1, step)))
 
 
 NO_ROLLBACK = Lineage()
+
+
+class OnEvent(Protocol):
+    """Takes one line of `events.jsonl`."""
+
+    def __call__(self, kind: str, /, **fields: Any) -> None: ...
+
+
+class Ledger(TypedDict):
+    """What a checkpoint holds of the prompts."""
+
+    position: int
+    """The next place in the prompt stream."""
+    in_flight: list[int]
+    """Places of prompts that were started and not finished, or that wait for a slot."""
+    filter: list[int]
+    """`[judged, filtered]` groups of dynamic filtering."""
+
+
+EMPTY_LEDGER: Ledger = {"position": 0, "in_flight": [], "filter": [0, 0]}
+"""The ledger of a run that has not begun."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +183,8 @@ class PolicyFailure(Exception):
 
     def __init__(self, reward: float = 0.0, reason: str = "rejected"):
         super().__init__(reward, reason)
-        self.reward, self.reason = float(reward), reason
+        self.reward = float(reward)
+        self.reason = reason
 
     @property
     def score(self) -> float:
@@ -167,7 +199,8 @@ class InfraFailure(Exception):
 
     def __init__(self, reason: str, detail: str = ""):
         super().__init__(reason, detail)
-        self.reason, self.detail = reason, detail
+        self.reason = reason
+        self.detail = detail
 
 
 Outcome = Scored | PolicyFailure | InfraFailure
@@ -202,12 +235,28 @@ class RolloutInfo:
     """The numbers in `Result.info`."""
 
     @property
+    def failed(self) -> bool:
+        """Whether the infrastructure failed in every attempt: there is no reward then."""
+        return isinstance(self.outcome, InfraFailure)
+
+    @property
+    def graded(self) -> Scored | PolicyFailure:
+        """The outcome of a rollout that did not fail; raises ValueError for one that did."""
+        if isinstance(self.outcome, InfraFailure):
+            raise ValueError(f"rollout {self.index} of group {self.group_id} failed ({self.outcome}): it has no reward")
+        return self.outcome
+
+    @property
     def reward(self) -> float:
-        return self.outcome.reward
+        return self.graded.reward
+
+    @property
+    def score(self) -> float:
+        return self.graded.score
 
     @property
     def generated_tokens(self) -> int:
-        return sum(s.trained_tokens for s in self.samples)
+        return sum(sample.trained_tokens for sample in self.samples)
 
 
 @dataclass
@@ -219,11 +268,11 @@ class Group:
     """Place of its prompt in the stream, the order of starting; batches take finished groups oldest first."""
     start_step: int
     """Batches trained when the group started: no token of it is of earlier weights."""
-    rollouts: list[RolloutInfo] | None = None
-    """None while running."""
+    rollouts: list[RolloutInfo] = field(default_factory=list)
+    """Empty while running."""
     samples: Any = None
-    """Reference to the heavy part, `list[list[Sample]]` by rollout and segment."""
+    """Reference (Ray's) to the heavy part, `list[list[Sample]]` by rollout and segment."""
 
     @property
     def finished(self) -> bool:
-        return self.rollouts is not None
+        return bool(self.rollouts)

@@ -8,13 +8,14 @@ import signal
 import sys
 from collections.abc import Callable
 
-from molt import records
 from molt.cli.args import parse
 from molt.config import RLConfig
 from molt.driver import run_rl
 from molt.publish.publication import Publisher
-from molt.records import Records
+from molt.records import checkpoints
+from molt.records.best import BestModel
 from molt.rollout.producer import Producer
+from molt.run import Run
 from molt.train.checkpoint import checkpoint_step
 from tests.fakes import FakeEngineWorker
 
@@ -24,11 +25,11 @@ MOMENTS: dict[str, tuple[object, str, Callable[[int], Callable[..., bool]]]] = {
     # Everything is recorded; the groups of the next batch are in flight.
     "recorded": (Producer, "batch", lambda step: lambda self, *_, **__: self.step == step),
     # All files of the checkpoint are written, but for the manifest.
-    "saving": (records, "commit", lambda step: lambda aside: checkpoint_step(aside.with_suffix("")) == step),
+    "saving": (checkpoints, "commit", lambda step: lambda aside: checkpoint_step(aside.with_suffix("")) == step),
     # The checkpoint of the best version is there; its model is exported, not in place, and nothing notes it.
-    "best": (Records, "promote", lambda step: lambda self: self.best["step"] == step),
+    "best": (BestModel, "promote", lambda step: lambda self: self.best["step"] == step),
     # All is done but the final export.
-    "ending": (Records, "export", lambda step: lambda _, run, path: path.name != "candidate" and run.step == step),
+    "ending": (Run, "export", lambda step: lambda run, path: run.step == step),
 }
 
 

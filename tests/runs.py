@@ -12,6 +12,7 @@ from typing import Any
 from molt.cli.args import parse
 from molt.config import RLConfig
 from molt.driver import drive, run_evaluation, run_rl
+from molt.spec import resolve
 from tests.fakes import FakeEngineWorker
 
 AGENT = str(Path(__file__).parent / "sevens.py")
@@ -51,7 +52,7 @@ def settings(*args, **kwargs) -> RLConfig:
 def run(config: RLConfig, engine_worker: Any = FakeEngineWorker) -> None:
     """One run in the Ray session that is there; raises what stopped it, out of its task groups."""
     try:
-        asyncio.run(drive(config, engine_worker))
+        asyncio.run(drive(resolve(config), engine_worker))
     except ExceptionGroup as group:
         while isinstance(group, ExceptionGroup):
             group = group.exceptions[0]

@@ -10,10 +10,11 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from molt.algo.kl import adapt
+from molt.algo.plugin import load_estimator
 from molt.cli.args import parse
-from molt.cluster import model_ranks
 from molt.config import RLConfig
 from molt.errors import CheckpointError, ConfigError, ResourceError
+from molt.roles import assign_ranks, roles
 from tests.runs import events, metrics, run, settings, write_prompts
 
 pytestmark = pytest.mark.ray
@@ -161,23 +162,28 @@ def config(*flags):
     return parse(RLConfig, flags, prog="test")
 
 
+def ranks(config, gpus):
+    needed = roles(config, load_estimator(config.algo.advantage.estimator))
+    engine_gpus = config.vllm.num_engines * config.vllm.tensor_parallel_size
+    return assign_ranks(needed, gpus=gpus, engine_gpus=engine_gpus, colocated=config.train.colocate_fsdp_models)
+
+
 def test_only_what_the_advantages_need_is_started():
-    assert model_ranks(config(), 0) == {"policy": 1}
-    assert model_ranks(config("--algo.kl.init_coef", "0"), 0) == {"policy": 1}
-    assert model_ranks(config("--algo.kl.init_coef", "0.1", "--algo.kl.ref", "rollout"), 0) == {"policy": 1}
-    assert model_ranks(config("--algo.kl.init_coef", "0.1"), 0) == {"policy": 1, "reference": 1}
-    assert model_ranks(config(*GAE, "--critic.num_gpus_per_node", "2"), 0) == {"policy": 1, "critic": 2}
-    assert model_ranks(config(*GAE, "--eval.eval_only"), 0) == {"policy": 0}
+    assert ranks(config(), 0) == {"policy": 1}
+    assert ranks(config("--algo.kl.init_coef", "0"), 0) == {"policy": 1}
+    assert ranks(config("--algo.kl.init_coef", "0.1", "--algo.kl.ref", "rollout"), 0) == {"policy": 1}
+    assert ranks(config("--algo.kl.init_coef", "0.1"), 0) == {"policy": 1, "reference": 1}
+    assert ranks(config(*GAE, "--critic.num_gpus_per_node", "2"), 0) == {"policy": 1, "critic": 2}
 
 
 def test_gpus_are_counted_together():
     both = [*GAE, "--algo.kl.init_coef", "0.1"]
     # One engine, one reference, one critic: 8 - 3 are left for the policy.
-    assert model_ranks(config(*both), 8) == {"policy": 5, "reference": 1, "critic": 1}
-    assert model_ranks(config(*both, "--train.colocate_fsdp_models"), 8) == dict.fromkeys(
+    assert ranks(config(*both), 8) == {"policy": 5, "reference": 1, "critic": 1}
+    assert ranks(config(*both, "--train.colocate_fsdp_models"), 8) == dict.fromkeys(
         ("policy", "reference", "critic"), 7
     )
     with pytest.raises(
         ResourceError, match=r"6 policy ranks .* 1 reference ranks \+ 1 critic ranks .* = 9; present: 8"
     ):
-        model_ranks(config(*both, "--actor.num_gpus_per_node", "6"), 8)
+        ranks(config(*both, "--actor.num_gpus_per_node", "6"), 8)

@@ -9,11 +9,12 @@ import torch
 from safetensors.torch import load_file
 
 from molt.algo import advantage
-from molt.driver import answers, drive
+from molt.driver import drive, drive_evaluation
 from molt.errors import CheckpointError, FailureRateError, MoltError, TrainingError
 from molt.publish.publication import Publisher
 from molt.report.metrics import values
 from molt.rollout.evaluate import score
+from molt.spec import resolve, resolve_evaluation
 from tests.fakes import FakeEngineWorker
 from tests.runs import events, metrics, run, settings, trained_groups, write_prompts
 
@@ -205,7 +206,7 @@ def test_a_publication_that_is_not_in_use_stops_the_run(ray_session, model_dir, 
 
     config = settings(model_dir, tmp_path / "out", write_prompts(tmp_path / "p.jsonl", 24))
     with pytest.raises(ExceptionGroup) as raised:
-        asyncio.run(drive(config, ray.remote(max_concurrency=1000)(Deaf)))
+        asyncio.run(drive(resolve(config), ray.remote(max_concurrency=1000)(Deaf)))
     error = raised.value
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
@@ -220,7 +221,7 @@ def test_an_evaluation_of_the_exported_model_gives_the_number_of_the_run(ray_ses
     run(settings(model_dir, output, prompts, *count, *evaluation))
     (inside,) = events(output, "evaluation")
     config = settings(str(output), tmp_path / "nothing", "", *evaluation, "--eval.eval_only")
-    found, seconds = asyncio.run(answers(config, FakeEngineWorker))
+    found, seconds = asyncio.run(drive_evaluation(resolve_evaluation(config), FakeEngineWorker))
     outside = values(score(found))
     assert 0 < outside["eval/p/pass1"] < 1 and outside["eval/p/pass1_low"] < outside["eval/p/pass1_high"]
     assert outside == {name: value for name, value in inside.items() if name.startswith("eval/")}

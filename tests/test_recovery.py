@@ -4,6 +4,7 @@ The engines' faults are injected once, at a place of their protocol; processes a
 """
 
 import asyncio
+import itertools
 import os
 import re
 import signal
@@ -17,9 +18,12 @@ import pyarrow.parquet as pq
 import pytest
 import ray
 
-from molt import driver, loop
+from molt import loop, recovery
 from molt.errors import EngineError, LostError, PublicationError, RankLostError
-from molt.records import Records
+from molt.records import evaluator
+from molt.records.steps import StepRecords
+from molt.rollout.shutdown import Shutdown
+from molt.run import Run
 from molt.train.checkpoint import checkpoint_step, latest_checkpoint
 from tests.fakes import FakeEngine
 from tests.runs import events, metrics, run, settings, trained_groups, write_prompts
@@ -93,26 +97,28 @@ def kill_one(kind: str) -> None:
 
 def kill_after(monkeypatch, kinds: dict[int, str]) -> None:
     """SIGKILL one process of the kind when the step is recorded, once each."""
-    step, left = Records.step, dict(kinds)
+    write = StepRecords.write
+    left = dict(kinds)
 
-    async def then_kill(self, run, *args):
-        await step(self, run, *args)
-        if kind := left.pop(run.step, None):
+    async def then_kill(self, step, *args):
+        await write(self, step, *args)
+        if kind := left.pop(step, None):
             kill_one(kind)
 
-    monkeypatch.setattr(Records, "step", then_kill)
+    monkeypatch.setattr(StepRecords, "write", then_kill)
 
 
-def kill_before(monkeypatch, owner, name: str, kind: str) -> None:
-    """SIGKILL one process of the kind at the first call of the coroutine function `owner.name`."""
-    called, left = getattr(owner, name), [kind]
+def kill_before(monkeypatch, owner, name: str, kind: str, *, call: int = 1) -> None:
+    """SIGKILL one process of the kind at the first, or a later, call of the coroutine function `owner.name`."""
+    function = getattr(owner, name)
+    calls = itertools.count(1)
 
-    async def kill_first(*args, **kwargs):
-        if left:
-            kill_one(left.pop())
-        return await called(*args, **kwargs)
+    async def watched(*args, **kwargs):
+        if next(calls) == call:
+            kill_one(kind)
+        return await function(*args, **kwargs)
 
-    monkeypatch.setattr(owner, name, kill_first)
+    monkeypatch.setattr(owner, name, watched)
 
 
 def config(model_dir, directory, *more):
@@ -182,7 +188,7 @@ def test_an_engine_that_always_tears_stops_the_run(ray_session, model_dir, tmp_p
 def test_the_only_engine_dies_in_an_evaluation_that_waits(ray_session, model_dir, tmp_path, monkeypatch):
     """The trainer is a batch ahead by then, so that nobody has the measured weights: the run goes on without."""
     held_out = write_prompts(tmp_path / "held_out.jsonl", 2, {0: f"hang:{tmp_path / 'flag'}"})
-    kill_before(monkeypatch, loop, "finish_evaluation", "FakeEngine")
+    kill_before(monkeypatch, loop, "finish_evaluation_before_publishing", "FakeEngine")
     run(config(model_dir, tmp_path, "--eval.dataset", held_out, "--eval.eval_at_start", "--eval.steps", "5"))
     output = tmp_path / "out"
     assert_whole(output)
@@ -225,33 +231,35 @@ def test_a_run_that_is_stopped_while_its_only_engine_starts_again_is_saved(
             time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    kill_before(monkeypatch, loop, "publish", "Slow")
+    kill_before(monkeypatch, loop, "publish", "Slow", call=2)
     threading.Thread(target=terminate, daemon=True).start()
     run(config(model_dir, tmp_path), ray.remote(max_concurrency=16384)(Slow))
     assert_saved(output, at_least=1)
     assert versions(output) == [0]
 
 
-def test_a_lost_rank_does_not_hide_that_the_run_is_to_stop():
+def test_a_lost_rank_does_not_hide_that_the_run_is_to_stop(monkeypatch):
     """The watcher of the engines has given up; the ranks' restart would go on without it."""
-    producer = SimpleNamespace(error=EngineError("engine 0 was restarted 3 times"), failed=asyncio.Event())
-    producer.failed.set()
-    records = SimpleNamespace(event=lambda *args, **fields: None)
-    train = SimpleNamespace(max_restarts=3)
-    run = SimpleNamespace(producer=producer, records=records, restarts=0, step=1, config=SimpleNamespace(train=train))
+    shutdown = Shutdown()
+    shutdown.fail(EngineError("engine 0 was restarted 3 times"))
+    log = SimpleNamespace(event=lambda *args, **fields: None)
+    checkpoints = SimpleNamespace(completed=0)
+    config = SimpleNamespace(train=SimpleNamespace(max_restarts=3))
+    run = SimpleNamespace(shutdown=shutdown, log=log, checkpoints=checkpoints, step=1, config=config)
 
-    async def whole(run):
+    async def lose_a_rank(run):
         raise RankLostError("a policy rank died")
 
+    monkeypatch.setattr(recovery, "resume", lose_a_rank)
     with pytest.raises(EngineError, match="restarted 3 times"):
-        asyncio.run(loop.enduring(run, whole))
+        asyncio.run(recovery.run_to_the_end(run))
 
 
 def test_what_stops_an_evaluation_stops_the_run_which_is_saved(ray_session, model_dir, tmp_path, monkeypatch):
     async def lost(*args):
         raise LostError("no runner is left")
 
-    monkeypatch.setattr(loop, "evaluate", lost)
+    monkeypatch.setattr(evaluator, "evaluate", lost)
     held_out = write_prompts(tmp_path / "held_out.jsonl", 2)
     with pytest.raises(LostError, match="no runner is left"):
         run(config(model_dir, tmp_path, "--eval.dataset", held_out, "--eval.eval_at_start"))
@@ -306,13 +314,18 @@ def test_a_killed_rank_is_a_resume_inside_the_driver(ray_session, model_dir, tmp
         assert set(stored["version_trained"].to_pylist()) == {version}
 
 
-@pytest.mark.parametrize(("owner", "name", "published"), [
-    (driver, "publish", [*range(11)]), (loop, "publish", [0, *range(2, 13)]), (Records, "export", [*range(11), 10]),
-])  # fmt: skip
-def test_a_rank_killed_outside_of_training(ray_session, model_dir, tmp_path, monkeypatch, owner, name, published):
+@pytest.mark.parametrize(
+    ("owner", "name", "call", "published"),
+    [
+        pytest.param(loop, "publish", 1, [*range(11)], id="first weight sync"),
+        pytest.param(loop, "publish", 2, [0, *range(2, 13)], id="second weight sync"),
+        pytest.param(Run, "export", 1, [*range(11), 10], id="export"),
+    ],
+)
+def test_a_rank_killed_outside_of_training(ray_session, model_dir, tmp_path, monkeypatch, owner, name, call, published):
     """Before the first publication, in the next, whose version is not used again, and when all is trained: then the
     same weights are published again."""
-    kill_before(monkeypatch, owner, name, "PolicyWorker")
+    kill_before(monkeypatch, owner, name, "PolicyWorker", call=call)
     run(config(model_dir, tmp_path))
     output = tmp_path / "out"
     assert_whole(output)
@@ -322,13 +335,13 @@ def test_a_rank_killed_outside_of_training(ray_session, model_dir, tmp_path, mon
 
 
 def test_ranks_that_die_again_and_again_stop_the_run(ray_session, model_dir, tmp_path, monkeypatch):
-    step = Records.step
+    write = StepRecords.write
 
-    async def then_kill(self, run, *args):
-        await step(self, run, *args)
+    async def then_kill(self, step, *args):
+        await write(self, step, *args)
         os.kill(workers("PolicyWorker")[-1].pid, signal.SIGKILL)
 
-    monkeypatch.setattr(Records, "step", then_kill)
+    monkeypatch.setattr(StepRecords, "write", then_kill)
     with pytest.raises(RankLostError, match="a policy rank died"):
         run(config(model_dir, tmp_path, "--train.max_restarts", "1", "--ckpt.save_steps", "-1"))
     assert len(events(tmp_path / "out", "rank_lost")) == 2

@@ -11,15 +11,18 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from molt import records
 from molt.errors import CheckpointError, ConfigError
+from molt.records import checkpoints
+from molt.records.best import BestModel
+from molt.records.checkpoints import Checkpoints
+from molt.records.evaluator import Evaluator
+from molt.records.steps import StepRecords
 from molt.train.checkpoint import begin, checkpoint_step, latest_checkpoint
 from molt.types import Metric
 from tests.runs import events, flags, metrics, run, settings, trained_groups, write_prompts
@@ -124,17 +127,17 @@ def test_sigterm_anywhere_and_a_resume_train_what_an_undisturbed_run_does(
     whole, parts, prompts = tmp_path / "whole", tmp_path / "parts", write_prompts(tmp_path / "p.jsonl", 8)
     more = ("--train.async_queue_size", "0", "--train.num_episodes", "2", "--rollout.max_new_tokens", "16")
     run(settings(model_dir, whole, prompts, *more))
-    step = records.Records.step
+    write = StepRecords.write
     for last in (1, 2, 4):
 
-        async def then_stop(self, run, *args, last=last):
-            await step(self, run, *args)
-            if run.step == last:
+        async def then_stop(self, step, *args, last=last):
+            await write(self, step, *args)
+            if step == last:
                 os.kill(os.getpid(), signal.SIGTERM)
                 await asyncio.sleep(0.1)  # for the event loop to take it
 
         with monkeypatch.context() as stopping:
-            stopping.setattr(records.Records, "step", then_stop)
+            stopping.setattr(StepRecords, "write", then_stop)
             run(settings(model_dir, parts, prompts, *more, "--ckpt.load_enable"))
         assert lines(parts)[-1]["step"] == last and not (parts / "model.safetensors").exists()
     assert "nothing is left" not in capsys.readouterr().out
@@ -152,16 +155,16 @@ def test_sigterm_in_an_evaluation_saves_and_a_resume_measures_it(ray_session, mo
     """One that runs beside training, and the last one."""
     output, prompts = tmp_path / "out", write_prompts(tmp_path / "p.jsonl", 16)
     more = ("--eval.dataset", prompts, "--eval.steps", "2", "--train.async_queue_size", "0")
-    candidate = records.Records.candidate
+    begin_evaluation = Evaluator.begin
     for last in (2, 4):
 
-        async def then_stop(self, run, last=last):
-            await candidate(self, run)
-            if run.step == last:
+        async def then_stop(self, step, version, last=last):
+            await begin_evaluation(self, step, version)
+            if step == last:
                 os.kill(os.getpid(), signal.SIGTERM)
 
         with monkeypatch.context() as stopping:
-            stopping.setattr(records.Records, "candidate", then_stop)
+            stopping.setattr(Evaluator, "begin", then_stop)
             run(settings(model_dir, output, prompts, *more, "--ckpt.load_enable"))
         assert events(output, "checkpoint")[-1]["step"] == last and not (output / "candidate").exists()
         assert last not in [event["version"] for event in events(output, "evaluation")]
@@ -185,7 +188,7 @@ def test_a_full_disk_stops_the_run_and_the_checkpoint_before_is_resumed(ray_sess
                 (tmp / file).symlink_to("/dev/full")
             return tmp
 
-        monkeypatch.setattr(records, "begin", begin_on_a_full_disk)
+        monkeypatch.setattr(checkpoints, "begin", begin_on_a_full_disk)
         with pytest.raises(CheckpointError, match=rf"step_{full_at:06d}\.tmp could not be .*No space left.*GiB"):
             run(settings(*arguments))
         assert checkpoint_step(latest_checkpoint(output / "checkpoints")) == full_at - 2
@@ -240,8 +243,9 @@ def test_a_metric_that_is_not_evaluated_is_told_and_nothing_is_lost(ray_session,
 def test_an_evaluation_that_mostly_failed_is_no_best(model_dir, tmp_path, capsys):
     """One rollout of ten came back, and it was right."""
     config = settings(model_dir, tmp_path / "out", write_prompts(tmp_path / "p.jsonl", 4))
-    kept = records.Records(config, None, None)
+    unused = Checkpoints(config.ckpt, None, None, None)
+    kept = BestModel(config.ckpt, unused, tmp_path, max_failure_rate=config.rollout.max_failure_rate)
     metrics = {"eval/p/pass1": Metric(1.0, 1), "eval/p/failures": Metric(9.0), "eval/p/response_length": Metric(5.0, 1)}
-    asyncio.run(kept.keep_best(SimpleNamespace(step=3, evaluated=3), metrics))
-    assert kept.best is None and not kept.best_model.exists()
+    assert not asyncio.run(kept.judge(3, metrics))
+    assert kept.best is None and not kept.model.exists()
     assert "9 of 10 evaluation rollouts have no result" in capsys.readouterr().err

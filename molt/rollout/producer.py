@@ -8,132 +8,132 @@ The policy of *when* is pure and lives in `admission.py`; this file moves groups
 """
 
 import asyncio
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from molt.config import RolloutConfig
 from molt.data.prompts import PromptStream
 from molt.errors import AgentError, FailureRateError, MoltError, StalledError, UnusableRow
 from molt.rare_gc import collect_rarely
 from molt.rollout.admission import Tally, may_start, select_batch
-from molt.rollout.runner_pool import RunnerPool
-from molt.rollout.runner_worker import group_task
-from molt.types import Group, InfraFailure, Metric, Prompt
+from molt.rollout.failures import MIN_WINDOW, FailureWindow
+from molt.rollout.runner_worker import GroupResult, GroupTask, group_task
+from molt.rollout.shutdown import Shutdown
+from molt.types import EMPTY_LEDGER, Group, InfraFailure, Ledger, Metric, OnEvent, Prompt
 
-MIN_ATTEMPTS = 50
-"""Rollout attempts before a failure rate means anything."""
 STARTS = 32
 """Groups that start in one callback of the event loop."""
+SHOWN_GROUPS = 20
+"""Groups in flight that the message of a stalled run lists."""
 
 
-@dataclass
-class FailureWindow:
-    """The recent rollout attempts, failed or not."""
+class Runners(Protocol):
+    """The runners as the producer sees them."""
 
-    limit: float
-    recent: deque[str | None]
-    """Reason of a failed attempt, None of a good one."""
-    details: dict[str, str]
-    failed: int = 0
-    """How many of `recent` failed."""
+    @property
+    def patience_s(self) -> float: ...
+    async def run_group(self, task: GroupTask) -> tuple[GroupResult, Any]: ...
 
-    def add(self, failures: Sequence[InfraFailure], good: bool) -> None:
-        """Count one rollout's attempts. Raises as `check` does."""
-        for failure in failures:
-            self.details[failure.reason] = failure.detail
-            self._add(failure.reason)
-        if good:
-            self._add(None)
-        self.check(MIN_ATTEMPTS)
 
-    def check(self, min_attempts: int) -> None:
-        """Raise `FailureRateError` with the table of reasons when too many of at least `min_attempts` failed."""
-        if len(self.recent) >= min_attempts and self.failed > self.limit * len(self.recent):
-            reasons = Counter(reason for reason in self.recent if reason is not None)
-            table = "\n".join(
-                f"  {count:5d}  {reason}: {self.details[reason]}" for reason, count in reasons.most_common()
-            )
-            raise FailureRateError(
-                f"{self.failed} of the last {len(self.recent)} rollout attempts failed, above rollout.max_failure_rate "
-                f"(={self.limit:g}). Training on would see a biased part of the task, so the run stops; nothing that "
-                f"failed was trained. Mend agent or engine, then resume with --ckpt.load_enable. By reason:\n{table}"
-            )
+class GroupFilter:
+    """Dynamic sampling (DAPO, arXiv 2503.14476): a group that all rollouts solve, or none, has no advantages.
 
-    def _add(self, reason: str | None) -> None:
-        if len(self.recent) == self.recent.maxlen:
-            self.failed -= self.recent[0] is not None
-        self.recent.append(reason)
-        self.failed += reason is not None
+    A group is kept when `low < mean(score) < high`.
+    """
+
+    def __init__(self, low: float, high: float):
+        self.low = low
+        self.high = high
+        self.judged = 0
+        """Groups that were looked at."""
+        self.filtered = 0
+        """Groups that were not kept."""
+
+    def keeps(self, scores: Sequence[float]) -> tuple[bool, dict[str, Metric]]:
+        """Whether the group with these scores is kept, and its `rollout/*` metrics."""
+        mean = sum(scores) / len(scores)
+        kept = self.low < mean < self.high
+        self.judged += 1
+        if not kept:
+            self.filtered += 1
+        numbers = {
+            "filtered": not kept,
+            "all_fail": mean <= self.low,
+            "all_pass": mean >= self.high,
+            "unfiltered_score": mean,
+            "judged_count": 1,
+            "filtered_count": not kept,
+        }
+        metrics = {f"rollout/{name}": Metric(float(number)) for name, number in numbers.items()}
+        return kept, metrics
 
 
 class Producer:
     """Owns every open group, from its start until it is trained and published or discarded."""
 
-    NOTHING = {"position": 0, "in_flight": [], "filter": [0, 0]}
-    """The ledger of a run that has not begun."""
-
     def __init__(
         self,
         stream: PromptStream,
-        runners: RunnerPool,
+        runners: Runners,
         config: RolloutConfig,
+        shutdown: Shutdown,
         *,
         queue: int,
         max_staleness: int,
-        on_event: Callable[..., None],
-        keep: tuple[float, float] | None = None,
+        on_event: OnEvent,
+        group_filter: GroupFilter | None = None,
     ):
-        """keep: groups whose mean score is not strictly between are discarded (dynamic filtering); None: none is."""
-        self.keep, self.judged, self.filtered = keep, 0, 0
-        self.stream, self.runners, self.config = stream, runners, config
-        self.queue, self.max_staleness = queue, max_staleness
+        """queue: `train.async_queue_size`. group_filter: None without dynamic filtering."""
+        self.stream = stream
+        self.runners = runners
+        self.config = config
+        self.shutdown = shutdown
+        self.queue = queue
+        self.max_staleness = max_staleness
         self.on_event = on_event
+        self.filter = group_filter
         self.step = 0
-        self.ended = self.paused = False
-        self.stopped, self.failed = asyncio.Event(), asyncio.Event()
+        """Batches trained and published."""
+        self.ended = False
+        """`run` has returned: no further group will come."""
+        self.paused = False
         self.position = 0
+        """The next place in the stream."""
         self.open: dict[str, Group] = {}
         self.tally = Tally()
-        """Of `open`."""
+        """Counts of `open`."""
         self.restarts: deque[Prompt] = deque()
+        """Prompts that a checkpoint had in flight: they start before new ones."""
         self.lost: list[Prompt] = []
         """Discarded because the infrastructure failed; a run that stops for it gives them another chance."""
-        self.failures = self._no_failures()
+        self.failures = self._new_window()
         self.metrics: list[dict[str, Metric]] = []
-        self.error: MoltError | None = None
         self._changed = asyncio.Event()
+        shutdown.call_on_change(self._notify)
 
     async def run(self) -> None:
         """Start groups whenever admission allows, until the stream ends. Waits for: a free slot.
 
-        A `MoltError` is handed to the learner at its next `batch`, between two steps, where the state of
-        trainer and ledger agree and can be saved.
+        A `MoltError` goes to `shutdown`: the learner raises it between two steps, where the state of trainer and
+        ledger agree and can be saved.
         """
         collect_rarely()
         try:
             await self._fill_all()
             self.failures.check(min_attempts=1)  # a short run that only failed must not end as a success
         except* MoltError as errors:
-            self.error = self.error or errors.exceptions[0]
+            self.shutdown.end_of_groups(_first(errors))
         self.ended = True
-        self._notify()
-
-    def fail(self, error: MoltError) -> None:
-        """The learner is to stop with `error`, or an earlier one, between two steps."""
-        self.error = self.error or error
-        self.failed.set()
         self._notify()
 
     async def drain(self) -> None:
         """Start nothing until `resume`; returns when nothing is in flight. A deadline ends every group.
 
-        Returns early when there is nothing to come: `stop` was called, or `batch` raises next what `run` ended with or
-        `fail` was given.
+        Returns early when the run is to stop, or when no group will come any more.
         """
         self.paused = True
-        while not (self.stopping or self.ended or self.failed.is_set()) and self.tally.in_flight:
+        while self.tally.in_flight and not self.ended and not self.shutdown.immediate.is_set():
             await self._change()
 
     def resume(self) -> None:
@@ -148,11 +148,12 @@ class Producer:
     async def batch(self, batch_size: int, *, stalled_after_s: float) -> list[Group]:
         """The groups of the next training batch, oldest start first; fewer when the stream ends, [] at its end.
 
-        Raises `StalledError` when nothing finishes for `stalled_after_s`, and what stopped `run`, or `fail` was given.
+        Returns [] when a signal asks for the end. Raises the error that stops the run, and `StalledError` when nothing
+        finishes for `stalled_after_s`.
         """
-        while not self.stopping:
-            if self.error is not None:
-                raise self.error
+        while not self.shutdown.requested:
+            if self.shutdown.error is not None:
+                raise self.shutdown.error
             if self.ended and not self.open:
                 break
             selected = select_batch(
@@ -179,15 +180,6 @@ class Producer:
         self.step = step
         self._notify()
 
-    def stop(self) -> None:
-        """The learner gets no further batch; what is open stays open, for the checkpoint."""
-        self.stopped.set()
-        self._notify()
-
-    @property
-    def stopping(self) -> bool:
-        return self.stopped.is_set()
-
     @property
     def exhausted(self) -> bool:
         """No further group can start."""
@@ -198,41 +190,59 @@ class Producer:
         """Every prompt is trained or discarded."""
         return self.exhausted and not self.open
 
-    def ledger(self) -> dict[str, Any]:
-        """What a checkpoint holds of the prompts: the next position, and who is open or waits for a slot."""
-        waiting = [group.prompt for group in self._by_order() if not group.finished] + [*self.restarts]
-        if isinstance(self.error, FailureRateError):
-            waiting += self.lost
-        in_flight = [self._order(prompt) for prompt in waiting]
-        return {"position": self.position, "in_flight": in_flight, "filter": [self.judged, self.filtered]}
+    def ledger(self) -> Ledger:
+        """What a checkpoint holds of the prompts: the next position, and which are open or wait for a slot."""
+        waiting = [group.prompt for group in self._by_order() if not group.finished]
+        waiting.extend(self.restarts)
+        if isinstance(self.shutdown.error, FailureRateError):
+            waiting.extend(self.lost)
+        counts = [0, 0]
+        if self.filter is not None:
+            counts = [self.filter.judged, self.filter.filtered]
+        return {
+            "position": self.position,
+            "in_flight": [self._order(prompt) for prompt in waiting],
+            "filter": counts,
+        }
 
-    def restore(self, ledger: dict[str, Any], finished: Sequence[Group], step: int) -> None:
+    def restart(self) -> None:
+        """Forget everything and start at the first prompt; `run` must not be running."""
+        self.restore(EMPTY_LEDGER, [], step=0)
+
+    def restore(self, ledger: Ledger, finished: Sequence[Group], step: int) -> None:
         """Continue where `ledger` was written: finished groups are in the buffer, prompts in flight start again.
 
         Whatever was open is forgotten; `run` must not be running.
         """
-        self.open, self.tally = {}, Tally()
-        self.lost, self.error, self.ended, self.paused = [], None, False, False
-        self.failed.clear()
-        self.failures, self.metrics = self._no_failures(), []
-        self.step, self.position = step, ledger["position"]
-        self.judged, self.filtered = ledger["filter"]
+        self.open = {}
+        self.tally = Tally()
+        self.lost = []
+        self.failures = self._new_window()
+        self.metrics = []
+        self.ended = False
+        self.paused = False
+        self.step = step
+        self.position = ledger["position"]
+        if self.filter is not None:
+            self.filter.judged, self.filter.filtered = ledger["filter"]
         for group in finished:
             group.order = self._order(group.prompt)
             self._enter(group)
         self.restarts = deque(self.stream[index] for index in ledger["in_flight"])
 
     def finished_groups(self) -> list[Group]:
+        """The buffer, in the order of the stream."""
         return [group for group in self._by_order() if group.finished]
 
     def take_metrics(self) -> list[dict[str, Metric]]:
-        """`faults/*`, and what the filter did, since the last call."""
-        taken, self.metrics = self.metrics, []
+        """`faults/*`, and those of the filter, since the last call."""
+        taken = self.metrics
+        self.metrics = []
         return taken
 
-    def _no_failures(self) -> FailureWindow:
-        window = max(200, 4 * self.config.batch_size * self.config.n_samples_per_prompt)
-        return FailureWindow(self.config.max_failure_rate, deque(maxlen=window), {})
+    def _new_window(self) -> FailureWindow:
+        rollouts_per_batch = self.config.batch_size * self.config.n_samples_per_prompt
+        return FailureWindow(self.config.max_failure_rate, size=max(MIN_WINDOW, 4 * rollouts_per_batch))
 
     def _order(self, prompt: Prompt) -> int:
         """Its place in the stream. Prompts start in this order, and a resume cannot change it."""
@@ -269,65 +279,75 @@ class Producer:
             try:
                 return self.stream[index]
             except UnusableRow as error:
-                self._discard(None, "unusable_row", str(error))
+                self._report_discarded(None, "unusable_row", str(error))
+                self._notify()
         return None
 
     async def _fill_all(self) -> None:
+        """Start every prompt of the stream. The groups in flight are tasks of this one."""
         async with asyncio.TaskGroup() as tasks:
             while True:
-                while self._may_start() and (prompt := self._next_prompt()) is not None:
-                    group = Group(prompt, self._order(prompt), self.step)
-                    self._enter(group)
-                    tasks.create_task(self._fill(group))
-                    if len(self.open) % STARTS == 0:
-                        await asyncio.sleep(0)  # thousands may start at once: others have their turn
+                await self._start_groups(tasks)
                 if self.exhausted:
                     return
                 await self._change()
 
+    async def _start_groups(self, tasks: asyncio.TaskGroup) -> None:
+        """Start as many groups as admission allows now."""
+        while self._may_start():
+            prompt = self._next_prompt()
+            if prompt is None:
+                return
+            group = Group(prompt, self._order(prompt), self.step)
+            self._enter(group)
+            tasks.create_task(self._fill(group))
+            if len(self.open) % STARTS == 0:
+                await asyncio.sleep(0)  # thousands may start at once: other tasks have their turn
+
     async def _fill(self, group: Group) -> None:
+        """Roll out one group, and put it into the buffer or discard it."""
         try:
             result, samples = await self.runners.run_group(group_task(group.prompt, self.config))
         except InfraFailure as failure:
-            self._count(group, None, [failure], good=False)
-            self._discard(group, failure.reason, failure.detail, lost=True)
+            self._count(group, None, [failure], succeeded=False)
+            self._lose(group, failure)
             return
         if result.unusable:
             self._discard(group, "prompt_too_long", result.unusable)
             return
-        if any(sample.media for rollout in result.rollouts for sample in rollout.samples):
-            raise AgentError(
-                f"group {group.prompt.group_id} would train on calls that show images: training on images is not "
-                "built yet, and without them every log-prob would be another. Show the agent text, keep such calls out "
-                "of training (header `x-molt-train: 0`, `ctx.exclude`), or measure with `molt eval`."
-            )
-        lost = None
-        for rollout in result.rollouts:
-            failed = isinstance(rollout.outcome, InfraFailure)
-            lost = rollout.outcome if failed else lost
-            attempts = [*rollout.failures, *([rollout.outcome] if failed else [])]
-            self._count(group, rollout.index, attempts, good=not failed)
-        if lost is not None:  # never trained with a silently smaller baseline
-            self._discard(group, lost.reason, lost.detail, lost=True)
-            return
-        if self.keep is not None and not self._kept([rollout.outcome.score for rollout in result.rollouts]):
-            self._leave(group)  # which lets another one start in its place
-        else:
-            group.rollouts, group.samples = result.rollouts, samples
+        _refuse_images(group, result)
+        failure = self._count_all(group, result)
+        if failure is not None:  # never trained with a silently smaller baseline
+            self._lose(group, failure)
+        elif self._keeps(result):
+            group.rollouts = result.rollouts
+            group.samples = samples
             self.tally.finish(group)
-        self._notify()
+            self._notify()
+        else:
+            self._leave(group)  # which lets another one start in its place
+            self._notify()
 
-    def _kept(self, scores: Sequence[float]) -> bool:
-        """Dynamic sampling, DAPO, arXiv 2503.14476: a group that all solve, or none, has no advantages."""
-        (low, high), mean = self.keep, sum(scores) / len(scores)
-        kept = low < mean < high
-        self.judged, self.filtered = self.judged + 1, self.filtered + (not kept)
-        shares = {"filtered": not kept, "all_fail": mean <= low, "all_pass": mean >= high, "unfiltered_score": mean}
-        shares |= {"judged_count": 1, "filtered_count": not kept}
-        self.metrics.append({f"rollout/{name}": Metric(float(value)) for name, value in shares.items()})
+    def _keeps(self, result: GroupResult) -> bool:
+        """Whether dynamic filtering, if it is on, keeps the group."""
+        if self.filter is None:
+            return True
+        kept, metrics = self.filter.keeps([rollout.score for rollout in result.rollouts])
+        self.metrics.append(metrics)
         return kept
 
-    def _count(self, group: Group, rollout: int | None, failures: Sequence[InfraFailure], good: bool) -> None:
+    def _count_all(self, group: Group, result: GroupResult) -> InfraFailure | None:
+        """Count the attempts of all rollouts; the last one that never succeeded. Raises `FailureRateError`."""
+        lost = None
+        for rollout in result.rollouts:
+            attempts = list(rollout.failures)
+            if isinstance(rollout.outcome, InfraFailure):
+                lost = rollout.outcome
+                attempts.append(rollout.outcome)
+            self._count(group, rollout.index, attempts, succeeded=not rollout.failed)
+        return lost
+
+    def _count(self, group: Group, rollout: int | None, failures: Sequence[InfraFailure], *, succeeded: bool) -> None:
         """Failed attempts of one rollout, or of a whole group (None). Raises `FailureRateError`."""
         for failure in failures:
             self.metrics.append({f"faults/{failure.reason}": Metric(1.0)})
@@ -338,15 +358,23 @@ class Producer:
                 reason=failure.reason,
                 detail=failure.detail,
             )
-        self.failures.add(failures, good=good)
+        self.failures.add(failures, succeeded=succeeded)
 
-    def _discard(self, group: Group | None, reason: str, detail: str, lost: bool = False) -> None:
-        self.metrics.append({"faults/discarded_groups": Metric(1.0)})
-        self.on_event("group_discarded", group=group.prompt.group_id if group else None, reason=reason, detail=detail)
-        if group is not None:
-            self._leave(group)
-            self.lost += [group.prompt] * lost
+    def _lose(self, group: Group, failure: InfraFailure) -> None:
+        """The infrastructure failed for the group; a run that stops for that repeats it when it is resumed."""
+        self._discard(group, failure.reason, failure.detail)
+        self.lost.append(group.prompt)
+
+    def _discard(self, group: Group, reason: str, detail: str) -> None:
+        """The group cannot be used; another one may start in its place."""
+        self._report_discarded(group.prompt.group_id, reason, detail)
+        self._leave(group)
         self._notify()
+
+    def _report_discarded(self, group_id: str | None, reason: str, detail: str) -> None:
+        """group_id: None for a row from which no group could be made."""
+        self.metrics.append({"faults/discarded_groups": Metric(1.0)})
+        self.on_event("group_discarded", group=group_id, reason=reason, detail=detail)
 
     def _notify(self) -> None:
         self._changed.set()
@@ -356,10 +384,33 @@ class Producer:
         await self._changed.wait()
 
     def _diagnosis(self, seconds: float) -> str:
-        waiting = [g for g in self._by_order() if not g.finished]
-        rows = "\n".join(f"  group {g.prompt.group_id}, started at step {g.start_step}" for g in waiting[:20])
+        in_flight = [group for group in self._by_order() if not group.finished]
+        rows = [
+            f"  group {group.prompt.group_id}, started at step {group.start_step}" for group in in_flight[:SHOWN_GROUPS]
+        ]
+        table = "\n".join(rows)
+        finished = len(self.open) - len(in_flight)
         return (
-            f"no group finished for {seconds:.0f} s while the learner waits at step {self.step}: {len(waiting)} "
-            f"in flight, {len(self.open) - len(waiting)} finished. The run stops after saving; look for an env or a "
-            f"grader that never returns, or raise rollout.timeout_s. In flight:\n{rows}"
+            f"no group finished for {seconds:.0f} s while the learner waits at step {self.step}: {len(in_flight)} in "
+            f"flight, {finished} finished. The run stops after saving; look for an env or a grader that never returns, "
+            f"or raise rollout.timeout_s. In flight:\n{table}"
         )
+
+
+def _refuse_images(group: Group, result: GroupResult) -> None:
+    for rollout in result.rollouts:
+        if any(sample.media for sample in rollout.samples):
+            raise AgentError(
+                f"group {group.prompt.group_id} would train on calls that show images: training on images is not "
+                "built yet, and without them every log-prob would be another. Show the agent text, keep such calls out "
+                "of training (header `x-molt-train: 0`, `ctx.exclude`), or measure with `molt eval`."
+            )
+
+
+def _first(errors: BaseExceptionGroup[MoltError]) -> MoltError:
+    """The first error of nested groups."""
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, MoltError)
+    return error

@@ -1,18 +1,20 @@
-"""Who waits for whom: what every rollout in flight does, and what happens when nothing does anything any more."""
+"""Who waits for whom: the state of every rollout in flight, and what happens when none makes progress."""
 
 import asyncio
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-from molt.types import Metric
+from molt.types import Metric, OnEvent
 
-ROWS = 20
+SHOWN_ROLLOUTS = 20
+"""Rows of the table."""
 LAG_S = 0.05
+"""Between two measurements of an event loop's lag."""
 LOOK_S = 10.0
-"""At most, between two looks."""
+"""At most, between two looks at the rollouts."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Runners(Protocol):
 
 
 class Watchdog:
-    """Says who waits for whom when all rollouts have been silent for `silence_s`; begins them again after `patience_s`.
+    """Shows who waits for whom when all rollouts have been silent for `silence_s`; restarts them after `patience_s`.
 
     A rollout may be silent for as long as its own deadline allows: a long answer, a slow grader.
     """
@@ -48,21 +50,24 @@ class Watchdog:
         self,
         runners: Runners,
         silence_s: float,
-        on_event: Callable[..., Any],
-        mending: Callable[[], bool],
+        on_event: OnEvent,
+        repairing: Callable[[], bool],
         patience_s: float = 0.0,
     ):
-        """mending: whether somebody repairs already what the rollouts may be waiting for."""
-        self.runners, self.silence_s, self.on_event, self.mending = runners, silence_s, on_event, mending
+        """repairing: whether something that the rollouts may wait for is being restarted already."""
+        self.runners = runners
+        self.silence_s = silence_s
+        self.on_event = on_event
+        self.repairing = repairing
         self.patience_s = max(silence_s, patience_s)
-        self.mended = 0.0
-        """When somebody was last seen to repair, as of `time.monotonic`."""
-        self.said = False
-        """Whether this silence is shown already."""
+        self.last_repair = 0.0
+        """When a repair was last seen, as of `time.monotonic`."""
+        self.reported = False
+        """Whether this silence has been shown."""
         self.lag = LoopLag()
 
     async def run(self) -> None:
-        """Look, for ever. Waits for: the time. A runner that does not answer is replaced by the pool."""
+        """Look, for ever. Waits for: the time. The pool replaces a runner that does not answer."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.lag.run())
             while True:
@@ -70,40 +75,55 @@ class Watchdog:
                 self.look(await self.runners.states())
 
     def look(self, states: Sequence[RolloutState]) -> None:
-        if self.mending():
-            self.mended = time.monotonic()
-        silent_s = min((state.silent_s for state in states), default=0.0)
-        silent_s = min(silent_s, time.monotonic() - self.mended)
+        """Show the silence of these rollouts, or restart them, if it is time."""
+        silent_s = self._silent_s(states)
         if silent_s <= self.silence_s:
-            self.said = False
+            self.reported = False
             return
-        groups = {state.group_id for state in states}
-        if not self.said:
-            self.said = True
-            print(
-                f"no rollout has done anything for train.watchdog_s (={self.silence_s:g}); {len(states)} are in flight "
-                f"and begin again after {self.patience_s:g} s:\n{table(states)}",
-                file=sys.stderr,
-            )
-            self.on_event("silence", groups=sorted(groups), table=table(states))
+        if not self.reported:
+            self._report(states)
         if silent_s > self.patience_s:
-            self.said = False
-            self.on_event("begun_again", groups=sorted(groups))
-            self.runners.again(groups)
+            self._restart(states)
 
     def take_metrics(self) -> dict[str, Metric]:
-        """Since the last call."""
-        lags = {"driver": self.lag.take_s(), "runner": self.runners.take_lag_s()}
-        return {f"perf/{process}_lag_max": Metric(seconds) for process, seconds in lags.items()}
+        """The worst lags of driver and runners since the last call."""
+        return {
+            "perf/driver_lag_max": Metric(self.lag.take_s()),
+            "perf/runner_lag_max": Metric(self.runners.take_lag_s()),
+        }
+
+    def _silent_s(self, states: Sequence[RolloutState]) -> float:
+        """How long no rollout has made progress; the time of a repair does not count."""
+        now = time.monotonic()
+        if self.repairing():
+            self.last_repair = now
+        shortest = min((state.silent_s for state in states), default=0.0)
+        return min(shortest, now - self.last_repair)
+
+    def _report(self, states: Sequence[RolloutState]) -> None:
+        self.reported = True
+        print(
+            f"no rollout has made progress for train.watchdog_s (={self.silence_s:g}); {len(states)} are in flight and "
+            f"restart after {self.patience_s:g} s:\n{table(states)}",
+            file=sys.stderr,
+        )
+        self.on_event("silence", groups=sorted(_groups(states)), table=table(states))
+
+    def _restart(self, states: Sequence[RolloutState]) -> None:
+        groups = _groups(states)
+        self.reported = False
+        self.on_event("begun_again", groups=sorted(groups))
+        self.runners.again(groups)
 
 
 class LoopLag:
-    """How much later than asked for an event loop wakes a sleeper: what blocks it blocks every rollout."""
+    """How much later than requested an event loop wakes a sleeper: code that blocks it blocks every rollout."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.worst_s = 0.0
 
     async def run(self) -> None:
+        """Measure, for ever."""
         while True:
             asleep = time.monotonic()
             await asyncio.sleep(LAG_S)
@@ -111,15 +131,23 @@ class LoopLag:
 
     def take_s(self) -> float:
         """Seconds, the worst since the last call."""
-        worst, self.worst_s = self.worst_s, 0.0
+        worst = self.worst_s
+        self.worst_s = 0.0
         return worst
 
 
 def table(states: Sequence[RolloutState]) -> str:
-    """The most silent ones first."""
+    """One row per rollout, the longest silent first."""
     rows = [f"  {'rollout':12} {'runner':10} {'waits for':10} {'turns':>5} {'age':>8} {'silent':>8}"]
-    for state in sorted(states, key=lambda state: -state.silent_s)[:ROWS]:
+    longest_silent_first = sorted(states, key=lambda state: -state.silent_s)
+    for state in longest_silent_first[:SHOWN_ROLLOUTS]:
         rollout = f"{state.group_id}:{state.index}"
         seconds = f"{state.age_s:7.1f}s {state.silent_s:7.1f}s"
         rows.append(f"  {rollout:12} {state.runner:10} {state.doing:10} {state.turns:5} {seconds}")
-    return "\n".join(rows + [f"  and {len(states) - ROWS} more"] * (len(states) > ROWS))
+    if len(states) > SHOWN_ROLLOUTS:
+        rows.append(f"  and {len(states) - SHOWN_ROLLOUTS} more")
+    return "\n".join(rows)
+
+
+def _groups(states: Sequence[RolloutState]) -> set[str]:
+    return {state.group_id for state in states}

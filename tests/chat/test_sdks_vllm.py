@@ -19,17 +19,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from molt import driver
 from molt.chat.chat_renderer import ChatRenderer, load_chat_renderer
 from molt.chat.images import read_images
 from molt.chat.server import ChatServer
 from molt.chat.session import Session
 from molt.cli.check import static_checks
 from molt.config import PromptDataConfig, RolloutConfig
+from molt.driver import drive_evaluation
 from molt.publish.transfer import ShmSender
 from molt.rollout.engine_worker import EngineSettings, RolloutEngineWorker, Sampling
 from molt.rollout.pool import EnginePool
 from molt.rollout.runner_worker import AgentHost, GroupTask, RunnerSettings
+from molt.spec import resolve_evaluation
 from molt.train.policy_worker import RayEngineClient
 from molt.types import Prompt, Turn
 from tests.chat.test_sdks import NAMES, SCHEMA, SCRIPT, chat, messages, responses
@@ -363,7 +364,7 @@ def test_a_vision_language_model_is_evaluated(ray_session, vlm_dir, tmp_path, ca
         "--eval.eval_only", "--data.max_len", "512", "--eval.n_samples_per_prompt", "1",
     )  # fmt: skip
     assert static_checks(config).errors == []
-    answers, _ = asyncio.run(driver.answers(config))
+    answers, _ = asyncio.run(drive_evaluation(resolve_evaluation(config)))
     assert [rollout.samples[0].media for (rollout,) in answers["p"]] == [2, 2]
 
 

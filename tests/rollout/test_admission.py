@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 
 from molt.errors import TrainingError
 from molt.rollout.admission import Tally, in_time, may_start, select_batch
-from molt.types import Group, Prompt
+from molt.types import Group, Prompt, RolloutInfo, Scored
 
 PROMPT = Prompt(epoch=0, position=0, row=0, messages=None, text="")
+ROLLOUT = RolloutInfo("0:0", 0, Scored(0.0, 0.0), truncated=False, turns=1, samples=())
 
 
 def group(order, start_step, *, finished=True):
-    return Group(PROMPT, order, start_step, rollouts=[] if finished else None)
+    return Group(PROMPT, order, start_step, rollouts=[ROLLOUT] if finished else [])
 
 
 @dataclass
@@ -78,7 +79,7 @@ def simulate(durations, discards, train_s, *, batch_size, queue, staleness, in_f
                 trace.discarded.append(order)
                 tally.remove(waiting.pop(order))
             else:
-                waiting[order].rollouts = []
+                waiting[order].rollouts = [ROLLOUT]
                 tally.finish(waiting[order])
             whole = Tally(waiting.values())
             assert (tally.open, tally.finished) == (whole.open, whole.finished)

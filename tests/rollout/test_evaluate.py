@@ -6,9 +6,9 @@ import pytest
 
 from molt.config import EvalConfig, RolloutConfig
 from molt.report.metrics import values
-from molt.rollout.evaluate import EPOCH, answer, evaluate, failures
+from molt.rollout.evaluate import answer, evaluate, failures
 from molt.rollout.runner_worker import GroupResult
-from molt.types import InfraFailure, PolicyFailure, Prompt, RolloutInfo, SampleInfo, Scored
+from molt.types import EVALUATION_EPOCH, InfraFailure, PolicyFailure, Prompt, RolloutInfo, SampleInfo, Scored
 
 LOST = InfraFailure("timeout")
 ROLLOUT = RolloutConfig(batch_size=4, n_samples_per_prompt=2, max_new_tokens=9, temperature=0.7, top_p=0.8, top_k=3)
@@ -19,7 +19,7 @@ def right(ok):
 
 
 def prompt(position, source="math"):
-    return Prompt(EPOCH, position, position, messages=None, text="x", data_source=source)
+    return Prompt(EVALUATION_EPOCH, position, position, messages=None, text="x", data_source=source)
 
 
 class Runners:

@@ -6,7 +6,7 @@ the producer does so.
 
 import asyncio
 import json
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import pytest
@@ -17,8 +17,10 @@ from molt.algo.advantage import ADVANTAGES
 from molt.batch.plan import RankPlan, advantages, plan_batch
 from molt.config import RolloutConfig
 from molt.errors import AgentError, FailureRateError, StalledError, UnusableRow
-from molt.rollout.producer import MIN_ATTEMPTS, STARTS, FailureWindow, Producer
+from molt.rollout.failures import MIN_ATTEMPTS, FailureWindow
+from molt.rollout.producer import STARTS, Producer
 from molt.rollout.runner_worker import GroupResult
+from molt.rollout.shutdown import Shutdown
 from molt.types import Group, InfraFailure, Metric, PolicyFailure, Prompt, RolloutInfo, SampleInfo, Scored
 
 GOOD = Scored(1.0, 1.0)
@@ -96,10 +98,12 @@ class Running:
     def __init__(self, stream, runners=None, *, batch_size=2, queue=1, staleness=None, restore=None, **config):
         self.runners = Runners() if runners is None else runners
         self.events: list[tuple[str, dict]] = []
+        self.shutdown = Shutdown()
         self.producer = Producer(
             stream,
             self.runners,
             RolloutConfig(**{"batch_size": batch_size, "n_samples_per_prompt": 2, **config}),
+            self.shutdown,
             queue=queue,
             max_staleness=queue if staleness is None else staleness,
             on_event=lambda kind, **fields: self.events.append((kind, fields)),
@@ -246,7 +250,7 @@ def test_too_many_failures_stop_the_run_at_the_next_batch_with_the_table_of_reas
             await run.runners.end(0, 1)
             for position in range(2, 2 + few):
                 await run.runners.end(position, outcomes=[InfraFailure("engine", "gone")])
-            assert run.producer.error is None and not run.task.done()
+            assert run.shutdown.error is None and not run.task.done()
             waiting = asyncio.create_task(run.batch())
             await run.runners.end(2 + few, outcomes=[InfraFailure("timeout", "no end")])
             said = f"{few + 1} of the last {MIN_ATTEMPTS} rollout attempts failed, above"
@@ -334,7 +338,7 @@ def test_stop_ends_the_wait_and_keeps_what_is_open():
             await run.runners.end(1)
             waiting = asyncio.create_task(run.batch())
             await settle()
-            run.producer.stop()
+            run.shutdown.request()
             assert await waiting == []
             assert await run.batch() == []
             assert run.producer.ledger() == {"position": 3, "in_flight": [0, 2], "filter": [0, 0]}
@@ -365,7 +369,7 @@ def test_drain_does_not_wait_for_what_will_never_end(how):
             draining = asyncio.create_task(run.producer.drain())
             await settle()
             if how == "stop":
-                run.producer.stop()
+                run.shutdown.request()
             else:
                 await run.runners.end(0, outcomes=[InfraFailure("engine", "gone")] * MIN_ATTEMPTS)
             await asyncio.wait_for(draining, 1)
@@ -646,7 +650,7 @@ def test_thousands_of_groups_start_in_turns():
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=30))
 def test_the_window_counts_what_it_holds(rollouts_):
-    window = FailureWindow(1.0, deque(maxlen=10), {})
+    window = FailureWindow(1.0, size=10)
     for failures, good in rollouts_:
-        window.add([InfraFailure("timeout")] * failures, good)
+        window.add([InfraFailure("timeout")] * failures, succeeded=good)
         assert window.failed == sum(reason is not None for reason in window.recent)

@@ -1,5 +1,8 @@
 """Batches that one run dumped, trained again by another one without an engine: the same bits."""
 
+import asyncio
+import os
+import signal
 from functools import partial
 
 import pytest
@@ -8,8 +11,8 @@ from safetensors.torch import load_file
 
 from molt import cluster
 from molt.errors import DataError
-from molt.records import Records
-from molt.rollout.replay import batch_dir, begin_dump, dumped
+from molt.records.steps import StepRecords
+from molt.rollout.dump import batch_dir, begin_dump, check_dump, dumped_batches
 from tests.runs import events, metrics, run, settings, trained_groups, write_prompts
 
 STEPS = 5
@@ -21,11 +24,17 @@ def test_batches_are_counted_up_to_the_first_gap(tmp_path):
         batch_dir(tmp_path, step).mkdir()
         (batch_dir(tmp_path, step) / "buffer.json").write_text("[]")
     batch_dir(tmp_path, 3).mkdir()  # killed while it was written: its records, which come last, are not there
-    assert dumped(tmp_path, {}) == 2
+    assert dumped_batches(tmp_path, {}) == 2
+
+
+def start_dump(folder, output_dir, identity, step):
+    """As a run does; step: that of the checkpoint it resumes, None for a new run."""
+    check_dump(folder, identity, resumes=step is not None, output_dir=output_dir)
+    begin_dump(folder, identity, after_step=-1 if step is None else step, output_dir=output_dir)
 
 
 def test_a_dump_holds_one_lineage_of_one_run(tmp_path):
-    begin = partial(begin_dump, tmp_path, owner=tmp_path / "out")
+    begin = partial(start_dump, tmp_path, tmp_path / "out")
     begin({"seed": 1}, None)
     for step in (1, 2, 3):
         batch_dir(tmp_path, step).mkdir()
@@ -33,14 +42,14 @@ def test_a_dump_holds_one_lineage_of_one_run(tmp_path):
     with pytest.raises(DataError, match=r"rollout_dump_dir` \(=.*has batches of another run.*another directory"):
         begin({"seed": 1}, None)
     with pytest.raises(DataError, match="has batches of another run"):  # a resume, but of a run of its own
-        begin_dump(tmp_path, {"seed": 1}, -1, owner=tmp_path / "elsewhere")
+        start_dump(tmp_path, tmp_path / "elsewhere", {"seed": 1}, -1)
     for step in (None, 2):
         with pytest.raises(DataError, match=r"another run|made with \{'seed': 1\}, this run has \{'seed': 2\}"):
             begin({"seed": 2}, step)
     with pytest.raises(DataError, match=r"rollout_replay_dir.*made with"):
-        dumped(tmp_path, {"seed": 2})
+        dumped_batches(tmp_path, {"seed": 2})
     begin({"seed": 1}, 2)  # a resume from step 2: 3 is of the lineage that is abandoned
-    assert dumped(tmp_path, {"seed": 1}) == 2
+    assert dumped_batches(tmp_path, {"seed": 1}) == 2
 
 
 def test_without_a_first_batch_there_is_nothing_to_replay(ray_session, model_dir, tmp_path):
@@ -81,16 +90,17 @@ def test_a_replay_and_its_resume_end_with_the_bits_of_the_run(ray_session, model
     assert max(metrics(first, "staleness/max")) == 1  # what a replay cannot repeat by sampling anew
 
     monkeypatch.setattr(cluster, "RunnerWorker", Forbidden)
-    step = Records.step
+    write = StepRecords.write
 
-    async def then_stop(self, run, *args):
-        await step(self, run, *args)
-        if run.step == 2:
-            run.producer.stop()
+    async def then_stop(self, step, *args):
+        await write(self, step, *args)
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(0.1)  # for the event loop to take it
 
     replay = settings(model_dir, second, prompts, *more, "--train.rollout_replay_dir", dump)
     with monkeypatch.context() as stopping:
-        stopping.setattr(Records, "step", then_stop)
+        stopping.setattr(StepRecords, "write", then_stop)
         run(replay, Forbidden)
     assert [event["step"] for event in events(second, "checkpoint")] == [2]
     assert not (second / "model.safetensors").exists()

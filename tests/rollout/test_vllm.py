@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from molt import cluster, driver
 from molt.config import VllmConfig
+from molt.driver import drive_evaluation
 from molt.errors import PublicationError
 from molt.publish.proof import check_transport, compare_probe
 from molt.publish.publication import Publisher
@@ -24,7 +24,9 @@ from molt.rollout.evaluate import answer, score
 from molt.rollout.pool import EngineGroup
 from molt.rollout.runner_pool import RunnerPool
 from molt.rollout.runner_worker import RunnerWorker
+from molt.spec import evaluation_prompts, resolve_evaluation
 from molt.train.policy_worker import RayEngineClient
+from molt.worker_settings import runner_settings
 from tests.runs import settings, write_prompts
 from tests.tiny import END_ID
 
@@ -322,15 +324,15 @@ def test_an_evaluation_from_disk_is_that_of_the_published_weights(engine, client
         publish = publisher(model_dir, engine, client)
         publish.policy.model.load_state_dict(changed(model_dir), strict=False)
         await publish.publish(9)
-        runner = cluster.runner_settings(config)
+        runner = runner_settings(config)
         runners = RunnerPool(lambda name: RunnerWorker.options(num_cpus=0).remote(runner, [engine], name), 1,
                              deadline_s=60, attempts=1)  # fmt: skip
-        prompts = driver._evaluation_prompts(config)
+        prompts = evaluation_prompts(config)
         greedy = replace(config.eval, temperature=0.0, n_samples_per_prompt=2)
         return [await answer(prompts, runners, config.rollout, how) for how in (config.eval, greedy)]
 
     sampled, greedy = asyncio.run(inside(config))
-    from_disk, _ = asyncio.run(driver.answers(config))
+    from_disk, _ = asyncio.run(drive_evaluation(resolve_evaluation(config)))
     metrics = values(score(sampled))
     assert metrics["eval/p/failures"] == 0 and metrics["eval/p/pass1"] > 0
     assert values(score(from_disk)) == metrics

@@ -17,10 +17,10 @@ class Runners:
         self.begun_again.append(group_ids)
 
 
-def watchdog(mending=lambda: False, patience_s=0.0):
+def watchdog(repairing=lambda: False, patience_s=0.0):
     runners, events = Runners(), []
     on_event = lambda kind, **fields: events.append((kind, fields))  # noqa: E731
-    return Watchdog(runners, 5.0, on_event, mending, patience_s), runners, events
+    return Watchdog(runners, 5.0, on_event, repairing, patience_s), runners, events
 
 
 def test_only_when_all_are_silent_are_they_begun_again(capsys):
@@ -41,19 +41,19 @@ def test_a_rollout_within_its_own_deadline_is_shown_once_and_left_alone(capsys):
     for silent_s in (6, 12, 19):
         dog.look([state("0:1", silent_s, "engine")])
     assert [kind for kind, _ in events] == ["silence"] and runners.begun_again == []
-    assert capsys.readouterr().err.count("begin again after 20 s") == 1
+    assert capsys.readouterr().err.count("restart after 20 s") == 1
     dog.look([state("0:1", 21, "engine")])
     assert runners.begun_again == [{"0:1"}]
 
 
 def test_waiting_for_an_engine_that_is_restarted_is_no_silence():
-    mending = True
-    dog, runners, _ = watchdog(lambda: mending)
+    repairing = True
+    dog, runners, _ = watchdog(lambda: repairing)
     dog.look([state("0:1", 100)])
-    mending = False
+    repairing = False
     dog.look([state("0:1", 101)])  # it has just come back
     assert runners.begun_again == []
-    dog.mended = time.monotonic() - 6
+    dog.last_repair = time.monotonic() - 6
     dog.look([state("0:1", 107)])
     assert runners.begun_again == [{"0:1"}]
 

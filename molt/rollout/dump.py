@@ -1,0 +1,97 @@
+"""Training batches on disk, as a run with `train.rollout_dump_dir` writes them.
+
+    DIR/dump.json                                the settings that say which prompt a place in the stream is
+    DIR/step_000001/buffer.json, buffer.npz      the batch that step 1 trained (`rollout/buffer.py`)
+
+`rollout/replay.py` trains on them again, without engines.
+"""
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from molt.errors import DataError
+from molt.rollout.buffer import save_buffer
+from molt.types import Group, Sample
+
+OWNER = "output_dir"
+"""In dump.json, beside the settings: the output directory of the run that may continue it."""
+
+
+def batch_dir(folder: Path, step: int) -> Path:
+    return folder / f"step_{step:06d}"
+
+
+def check_dump(folder: Path, identity: dict[str, Any], *, resumes: bool, output_dir: Path) -> None:
+    """Raise `DataError` when `folder` has batches of another run, which a replay would mix with this run's.
+
+    resumes: this run continues the one in `output_dir`, so its own batches may be there.
+    """
+    owner = _read(folder).get(OWNER, _owner(output_dir))
+    continues_its_own = resumes and owner == _owner(output_dir)
+    has_batches = next(folder.glob("step_*"), None) is not None
+    if has_batches and not continues_its_own:
+        raise DataError(
+            f"`train.rollout_dump_dir` (={folder}) has batches of another run: a replay would train both. Use another "
+            "directory, or remove them."
+        )
+    _require_same(folder, identity, "train.rollout_dump_dir")
+
+
+def begin_dump(folder: Path, identity: dict[str, Any], *, after_step: int, output_dir: Path) -> None:
+    """Dump from now on the batches after `after_step`; later ones that are there are removed. -1: all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "dump.json").write_text(json.dumps(identity | {OWNER: _owner(output_dir)}))
+    abandon_dump(folder, after_step)
+
+
+def abandon_dump(folder: Path, step: int) -> None:
+    """Remove the batches after `step`: the run continues from there."""
+    for path in folder.glob("step_*"):
+        if int(path.name.removeprefix("step_")) > step:
+            shutil.rmtree(path)
+
+
+def _owner(output_dir: Path) -> str:
+    return str(output_dir.resolve())
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    """The contents of dump.json; {} where there is none."""
+    path = folder / "dump.json"
+    if not path.exists():
+        return {}
+    return json.loads(path.read_text())
+
+
+def _require_same(folder: Path, identity: dict[str, Any], flag: str) -> None:
+    made_with = _read(folder)
+    made_with.pop(OWNER, None)
+    if made_with and made_with != identity:
+        raise DataError(
+            f"`{flag}` (={folder}) was made with {made_with}, this run has {identity}: its places in the stream would "
+            "be other prompts. Use the settings of that run."
+        )
+
+
+def dumped_batches(folder: Path, identity: dict[str, Any]) -> int:
+    """How many batches, counted from the first one, are there without a gap. Raises `DataError` if there is none."""
+    _require_same(folder, identity, "train.rollout_replay_dir")
+    steps = 0
+    while (batch_dir(folder, steps + 1) / "buffer.json").exists():
+        steps += 1
+    if steps == 0:
+        raise DataError(
+            f"`train.rollout_replay_dir` (={folder}) has no step_000001: there is nothing to replay. Name the "
+            "directory that another run's --train.rollout_dump_dir wrote."
+        )
+    return steps
+
+
+def dump_batch(folder: Path, step: int, groups: Sequence[Group], samples: Sequence[list[list[Sample]]]) -> None:
+    """Write the batch that `step` trained; a resumed run writes the same again."""
+    path = batch_dir(folder, step)
+    path.mkdir(parents=True, exist_ok=True)
+    save_buffer(path, groups, samples)
