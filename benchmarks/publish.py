@@ -36,8 +36,8 @@ from molt.driver import PROBE_SEQUENCES, PROBE_TOKENS
 from molt.parallel.mesh import single_threaded_on_cpu
 from molt.publish.publication import Publisher
 from molt.publish.transfer import ShmSender
+from molt.rollout.engine_group import EngineGroup
 from molt.rollout.engine_worker import RolloutEngineWorker
-from molt.rollout.pool import EngineGroup
 from molt.train.policy import Policy
 from molt.train.policy_worker import RayEngineClient
 from tests.tiny import save_tiny, tiny_qwen3

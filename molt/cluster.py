@@ -28,8 +28,9 @@ from molt.config import RLConfig
 from molt.errors import ConfigError, LostError, ResourceError
 from molt.parallel.mesh import DTYPES, param_dtype, resolve_device
 from molt.report.metrics import merge
+from molt.rollout.engine_group import EngineGroup
 from molt.rollout.engine_worker import EngineSettings, RolloutEngineWorker
-from molt.rollout.pool import DEAD, EngineGroup
+from molt.rollout.handles import DEAD, ignore_event
 from molt.rollout.runner_pool import GRACE_S, RunnerPool
 from molt.rollout.runner_worker import RunnerSettings, RunnerWorker, longest_s
 from molt.train.critic import Critic, CriticSettings
@@ -229,12 +230,17 @@ def model_settings(config: RLConfig, total_steps: int) -> dict[str, tuple[Callab
 
 @asynccontextmanager
 async def started(
-    config: RLConfig, total_steps: int, engine_worker: Any = RolloutEngineWorker
+    config: RLConfig,
+    total_steps: int,
+    engine_worker: Any = RolloutEngineWorker,
+    on_event: Callable[..., None] = ignore_event,
 ) -> AsyncIterator[Cluster]:
     """All processes, started side by side, every one with its model loaded; they end with the block.
 
     total_steps: training batches of the whole run. engine_worker: the Ray actor class of an `Engine`; the tests have
-    one without vLLM. Raises `ResourceError` when they are not up within `START_TIMEOUT_S`.
+    one without vLLM. on_event: called when an engine or a runner is lost or restarted.
+
+    Raises `ResourceError` when they are not up within `START_TIMEOUT_S`.
     """
     device = resolve_device(config.fsdp.device)
     gpus = 0 if device.type == "cpu" else int(ray.cluster_resources().get("GPU", 0))
@@ -252,6 +258,7 @@ async def started(
         attempts=config.rollout.max_retries + 1,
         silence_s=train.watchdog_s,
         max_restarts=train.max_restarts,
+        on_event=on_event,
     )
     # Without partial rollouts a publication lets running requests finish; the driver waits a little longer than the
     # rank, which knows more.
@@ -262,6 +269,7 @@ async def started(
         silence_s=train.watchdog_s,
         start_timeout_s=START_TIMEOUT_S,
         max_restarts=train.max_restarts,
+        on_event=on_event,
     )
     models = _place(model_ranks(config, gpus), gpus, together=train.colocate_fsdp_models, timeout_s=engine_s + GRACE_S)
     models["policy"].meeting(engines, engine.weight_transfer, tensor_parallel, engine_s)

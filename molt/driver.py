@@ -113,9 +113,8 @@ async def drive(config: RLConfig, engine_worker: Any = RolloutEngineWorker) -> N
     with RunLog(config.ckpt.run_dir, config.logger, said, total_steps, resume_step) as log:
         (config.ckpt.run_dir / "header.txt").write_text(said)
         (config.ckpt.run_dir / "config.toml").write_text(dump(config))
-        async with cluster.started(config, total_steps, engine_worker) as processes:
+        async with cluster.started(config, total_steps, engine_worker, log.event) as processes:
             producer = Replay(replayed, stream) if replayed else _producer(config, processes, stream, log.event)
-            processes.engines.on_event = processes.runners.on_event = log.event
             run = Run(
                 config,
                 processes,
@@ -152,7 +151,7 @@ async def drive(config: RLConfig, engine_worker: Any = RolloutEngineWorker) -> N
 
 
 def _watchdog(config: RLConfig, processes: cluster.Cluster, on_event: Callable[..., None]) -> Watchdog:
-    mending = lambda: processes.engines.mending  # noqa: E731
+    mending = lambda: processes.engines.repairing  # noqa: E731
     return Watchdog(processes.runners, config.train.watchdog_s, on_event, mending, config.rollout.timeout_s)
 
 

@@ -32,7 +32,7 @@ from molt.publish.publication import Publisher
 from molt.records import Records
 from molt.report.metrics import merge
 from molt.rollout.evaluate import evaluate
-from molt.rollout.pool import HEARTBEAT_S
+from molt.rollout.handles import HEARTBEAT_S
 from molt.rollout.producer import Producer
 from molt.rollout.replay import Replay, Unpublished
 from molt.rollout.watchdog import Watchdog
