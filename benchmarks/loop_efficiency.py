@@ -38,6 +38,7 @@ from molt.config import RLConfig
 from molt.data.prompts import PromptDataset
 from molt.data.rows import load_rows
 from molt.driver import drive
+from molt.rollout.handles import ignore_event
 from molt.rollout.runner_worker import group_task
 from molt.spec import resolve
 from tests.tiny import ALPHABET, char_tokenizer, save_tiny, tiny_qwen3
@@ -101,10 +102,6 @@ def prepare(folder: Path, options: argparse.Namespace) -> RLConfig:
     }
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     return parse(RLConfig, [*words, "--data.apply_chat_template", "--ckpt.disable_final_save"], prog="loop_efficiency")
-
-
-def ignore_event(kind: str, /, **fields) -> None:
-    """Nothing is written down."""
 
 
 async def alone(config: RLConfig) -> tuple[list[float], list[float]]:

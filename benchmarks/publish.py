@@ -35,8 +35,8 @@ from molt.config import ActorConfig, PromptDataConfig, RLConfig
 from molt.parallel.mesh import single_threaded_on_cpu
 from molt.publish.publication import Publisher
 from molt.publish.transfer import ShmSender
+from molt.rollout.engine_group import EngineGroup
 from molt.rollout.engine_worker import RolloutEngineWorker
-from molt.rollout.pool import EngineGroup
 from molt.run import PROBE_SEQUENCES, PROBE_TOKENS
 from molt.spec import process_spec
 from molt.train.policy import Policy

@@ -53,7 +53,7 @@ from molt.rollout.producer import Producer
 from molt.rollout.shutdown import Shutdown
 from molt.rollout.watchdog import Watchdog
 from molt.spec import resolve_evaluation
-from molt.types import Turn
+from molt.types import Media, Turn
 from tests.tiny import save_tiny
 
 TURNS, TOKENS, ROWS, SAMPLE_S = 2, 8, 100, 0.2
@@ -96,7 +96,9 @@ class SimulatedEngine:
         most, self.mean_s, self.most = self.most, mean_s, 0
         return most
 
-    async def generate(self, request_id: str, prompt_ids: list[int], sampling: Sampling) -> Turn:
+    async def generate(
+        self, request_id: str, prompt_ids: list[int], sampling: Sampling, media: Sequence[Media] = ()
+    ) -> Turn:
         self.waiting += 1
         self.most = max(self.most, self.waiting)
         await asyncio.sleep(self.mean_s * random.Random(sampling.seed).uniform(0.5, 1.5))

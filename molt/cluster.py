@@ -26,8 +26,9 @@ from molt.errors import LostError, ResourceError
 from molt.parallel.mesh import resolve_device
 from molt.report.metrics import merge
 from molt.roles import assign_ranks
+from molt.rollout.engine_group import EngineGroup
 from molt.rollout.engine_worker import RolloutEngineWorker
-from molt.rollout.pool import DEAD, EngineGroup
+from molt.rollout.handles import DEAD, EngineHandle
 from molt.rollout.runner_pool import GRACE_S, RunnerPool
 from molt.rollout.runner_worker import RunnerWorker, longest_s
 from molt.spec import ProcessSpec
@@ -123,7 +124,7 @@ class Cluster:
 
     def end(self) -> None:
         """Kill every process. In a Ray session that outlives the run they would live as long as anything names them."""
-        actors = [*self.engines.engines, *self.runners.runners]
+        actors: list[Any] = [*self.engines.engines, *self.runners.runners]
         for ranks in self._models:
             actors.extend(ranks.workers)
         for actor in actors:
@@ -190,7 +191,7 @@ async def started(
         processes.end()
 
 
-def _spawn_engines(spec: ProcessSpec, gpus: int, engine_worker: Any) -> list[ActorHandle]:
+def _spawn_engines(spec: ProcessSpec, gpus: int, engine_worker: Any) -> list[EngineHandle]:
     options = SPREAD
     if gpus:  # where GPUs are free decides where an engine goes
         options = {"num_cpus": 0, "num_gpus": spec.config.vllm.tensor_parallel_size}
@@ -199,20 +200,19 @@ def _spawn_engines(spec: ProcessSpec, gpus: int, engine_worker: Any) -> list[Act
     return [actor.remote(settings) for _ in range(spec.num_engines)]
 
 
-def _engine_group(spec: ProcessSpec, engines: list[ActorHandle], on_event: OnEvent) -> EngineGroup:
+def _engine_group(spec: ProcessSpec, engines: list[EngineHandle], on_event: OnEvent) -> EngineGroup:
     train = spec.config.train
-    group = EngineGroup(
+    return EngineGroup(
         engines,
         timeout_s=_publication_s(spec),
         silence_s=train.watchdog_s,
         start_timeout_s=START_TIMEOUT_S,
         max_restarts=train.max_restarts,
+        on_event=on_event,
     )
-    group.on_event = on_event
-    return group
 
 
-def _runner_pool(spec: ProcessSpec, gpus: int, engines: list[ActorHandle], on_event: OnEvent) -> RunnerPool:
+def _runner_pool(spec: ProcessSpec, gpus: int, engines: list[EngineHandle], on_event: OnEvent) -> RunnerPool:
     config = spec.config
     settings = runner_settings(config)
     count = config.rollout.num_runners or (2 if gpus else 1)
@@ -224,16 +224,15 @@ def _runner_pool(spec: ProcessSpec, gpus: int, engines: list[ActorHandle], on_ev
     def spawn(name: str) -> ActorHandle:
         return actor.options(**SPREAD).remote(settings, engines, name)
 
-    pool = RunnerPool(
+    return RunnerPool(
         spawn,
         count,
         deadline_s=longest_s(config.rollout) + GRACE_S,
         attempts=config.rollout.max_retries + 1,
         silence_s=config.train.watchdog_s,
         max_restarts=config.train.max_restarts,
+        on_event=on_event,
     )
-    pool.on_event = on_event
-    return pool
 
 
 def _publication_s(spec: ProcessSpec) -> float:
@@ -241,7 +240,7 @@ def _publication_s(spec: ProcessSpec) -> float:
     return CALL_TIMEOUT_S + spec.config.rollout.timeout_s
 
 
-def _spawn_models(spec: ProcessSpec, gpus: int, engines: list[ActorHandle]) -> dict[str, Any]:
+def _spawn_models(spec: ProcessSpec, gpus: int, engines: list[EngineHandle]) -> dict[str, Any]:
     """The ranks of every model by the name of its field in `Cluster`."""
     config = spec.config
     tensor_parallel = config.vllm.tensor_parallel_size

@@ -18,6 +18,7 @@ from molt.errors import MoltError
 from molt.recovery import run_to_the_end
 from molt.rollout.engine_worker import RolloutEngineWorker
 from molt.rollout.evaluate import Answers, answer
+from molt.rollout.handles import ignore_event
 from molt.run import started, watchdog
 from molt.spec import EvaluationSpec, RunSpec, resolve, resolve_evaluation
 
@@ -54,22 +55,18 @@ async def drive(spec: RunSpec, engine_worker: Any = RolloutEngineWorker) -> None
 async def drive_evaluation(spec: EvaluationSpec, engine_worker: Any = RolloutEngineWorker) -> tuple[Answers, float]:
     """One evaluation inside a Ray session: the answers and the seconds they took."""
     config = spec.config
-    async with cluster.started(spec.processes, _no_record, engine_worker) as processes, asyncio.TaskGroup() as tasks:
+    async with cluster.started(spec.processes, ignore_event, engine_worker) as processes, asyncio.TaskGroup() as tasks:
         start = time.perf_counter()
         engines = processes.engines
         watchers = [
             tasks.create_task(engines.watch()),
             tasks.create_task(engines.serve()),
-            tasks.create_task(watchdog(config, processes, _no_record).run()),
+            tasks.create_task(watchdog(config, processes, ignore_event).run()),
         ]
         answers = await answer(spec.prompts, processes.runners, config.rollout, config.eval)
         for watcher in watchers:
             watcher.cancel()
         return answers, time.perf_counter() - start
-
-
-def _no_record(kind: str, /, **fields: Any) -> None:
-    """An evaluation has no run directory that could hold its events."""
 
 
 def _in_ray(config: RLConfig, main: Callable[[], Coroutine[Any, Any, T]]) -> T:

@@ -27,7 +27,7 @@ from molt.errors import BreakerError, LostError, MoltError, PublicationError, Ra
 from molt.records.steps import rollout_metrics
 from molt.report.clock import Clock
 from molt.report.metrics import merge, values
-from molt.rollout.pool import HEARTBEAT_S
+from molt.rollout.handles import HEARTBEAT_S
 from molt.run import Run
 from molt.types import Group, Metric
 

@@ -201,7 +201,7 @@ def watchdog(config: RLConfig, processes: Cluster, on_event: OnEvent) -> Watchdo
     """The watchdog of a run or an evaluation. An engine that is being restarted explains a silence."""
 
     def repairing() -> bool:
-        return processes.engines.mending
+        return processes.engines.repairing
 
     return Watchdog(
         processes.runners,

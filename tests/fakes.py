@@ -6,6 +6,7 @@ speed, batching and packing; those are tested against vLLM in tests/rollout/test
 """
 
 import asyncio
+from collections.abc import Sequence
 
 import numpy as np
 import ray
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from molt.errors import EngineError
 from molt.publish.proof import Receipt, checksum, combine
 from molt.rollout.engine_worker import EngineSettings, Sampling
-from molt.types import Turn
+from molt.types import Media, Turn
 
 
 class FakeEngine:
@@ -33,7 +34,9 @@ class FakeEngine:
         torch.set_num_threads(1)
         self.model = AutoModelForCausalLM.from_pretrained(self.settings.model, dtype=torch.float32).eval()
 
-    async def generate(self, request_id: str, prompt_ids: list[int], sampling: Sampling) -> Turn:
+    async def generate(
+        self, request_id: str, prompt_ids: list[int], sampling: Sampling, media: Sequence[Media] = ()
+    ) -> Turn:
         if not self.joined:
             raise EngineError("the engine has no weights of the trainer yet")
         await self.open.wait()

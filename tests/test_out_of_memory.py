@@ -8,7 +8,8 @@ import ray
 from ray.exceptions import OutOfMemoryError
 
 from molt.errors import LostError, RankLostError
-from molt.rollout.pool import EngineGroup, EnginePool
+from molt.rollout.engine_group import EngineGroup
+from molt.rollout.engine_pool import EnginePool
 from molt.rollout.runner_pool import RunnerPool
 from molt.rollout.runner_worker import GroupTask
 from molt.train.rank_worker import Ranks
@@ -23,7 +24,7 @@ class Handle:
     """Of an actor that was killed."""
 
     def __getattr__(self, name):
-        def remote(*args):
+        def remote(*args, **kwargs):
             calls = [asyncio.ensure_future(gone()) for _ in range(self.returns)]
             return calls[0] if self.returns == 1 else calls
 
@@ -48,10 +49,14 @@ def test_a_rank_is_lost():
 
 def test_an_engine_is_lost_and_its_requests_go_elsewhere():
     async def main():
-        assert "running low on memory" in await EngineGroup([Handle()], timeout_s=5)._illness(0)
+        events = []
+        group = EngineGroup([Handle()], timeout_s=5, on_event=lambda kind, **fields: events.append((kind, fields)))
+        assert await group.examine() and not group.present
+        ((kind, fields),) = events
+        assert kind == "engine_lost" and "running low on memory" in fields["reason"]
         with pytest.raises(InfraFailure, match="3 attempts failed"):
             pool = EnginePool([Handle()], "runner0")
-            pool._serving = lambda after: asyncio.sleep(0, 0)
+            pool._serving_engine = lambda after: asyncio.sleep(0, after)
             await pool.generate("rollout", [1], None, 5.0)
 
     asyncio.run(main())

@@ -158,7 +158,7 @@ def test_a_killed_engine_comes_back_with_the_published_weights(ray_session, mode
 
 @pytest.mark.parametrize(("engines", "method", "fault"), [
     (1, "update_weights", "die"), (2, "update_weights", "die"), (1, "update_weights", "torn"),
-    (2, "update_weights", "torn"), (1, "start_weight_update", "hang"), (2, "score", "hang"),
+    (2, "update_weights", "torn"), (1, "start_weight_update", "hang"), (2, "logprobs", "hang"),
 ])  # fmt: skip
 def test_a_publication_that_an_engine_spoils_is_repeated(ray_session, model_dir, tmp_path, engines, method, fault):
     worker = faulty(tmp_path / "flag", method, fault)

@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import ObjectLostError
 
 from molt.errors import LostError
-from molt.rollout.pool import DEAD
+from molt.rollout.handles import DEAD, ignore_event
 from molt.rollout.runner_worker import GroupResult, GroupTask
 from molt.rollout.watchdog import RolloutState, table
 from molt.types import InfraFailure, Sample
@@ -60,6 +60,7 @@ class RunnerPool:
         attempts: int,
         silence_s: float = 600.0,
         max_restarts: int = 3,
+        on_event: Callable[..., None] = ignore_event,
     ):
         """deadline_s: for one attempt at a group. silence_s: a runner that says nothing for so long is replaced.
 
@@ -69,7 +70,7 @@ class RunnerPool:
         self.names = itertools.count()
         self.deadline_s, self.attempts, self.silence_s = deadline_s, attempts, silence_s
         self.max_restarts = max_restarts
-        self.on_event: Callable[..., None] = lambda kind, **fields: None
+        self.on_event = on_event
         self._seen: dict[Any, tuple[float, list[RolloutState] | None]] = {}
         """By runner, when it was started or last answered, and what it said then; None: it never answered."""
         self.runners = [self._spawn() for _ in range(count)]

@@ -23,8 +23,8 @@ from molt.chat.chat_renderer import load_chat_renderer
 from molt.chat.render import load_renderer
 from molt.config import EvalConfig, PromptDataConfig, RolloutConfig
 from molt.errors import UnusableRow
+from molt.rollout.engine_pool import EnginePool
 from molt.rollout.engine_worker import Sampling
-from molt.rollout.pool import EnginePool
 from molt.rollout.samples import describe, to_sample
 from molt.rollout.watchdog import LoopLag, RolloutState
 from molt.types import InfraFailure, Media, Prompt, RolloutInfo, Sample, Turn

@@ -18,8 +18,8 @@ import ray
 from molt.chat.chat_renderer import ChatRenderer
 from molt.chat.server import ChatServer
 from molt.chat.session import Session
+from molt.rollout.engine_pool import EnginePool
 from molt.rollout.engine_worker import EngineSettings, Sampling, VllmEngine
-from molt.rollout.pool import EnginePool
 from tests.chat.scripted import World, ids_of, renderer, scenario, text_of
 from tests.tiny import QWEN3, char_tokenizer
 

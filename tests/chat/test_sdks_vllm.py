@@ -27,8 +27,8 @@ from molt.cli.check import static_checks
 from molt.config import PromptDataConfig, RolloutConfig
 from molt.driver import drive_evaluation
 from molt.publish.transfer import ShmSender
+from molt.rollout.engine_pool import EnginePool
 from molt.rollout.engine_worker import EngineSettings, RolloutEngineWorker, Sampling
-from molt.rollout.pool import EnginePool
 from molt.rollout.runner_worker import AgentHost, GroupTask, RunnerSettings
 from molt.spec import resolve_evaluation
 from molt.train.policy_worker import RayEngineClient

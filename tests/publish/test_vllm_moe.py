@@ -15,8 +15,8 @@ from molt.publish.gather import named_full_tensors
 from molt.publish.proof import compare_probe
 from molt.publish.publication import Publisher
 from molt.publish.transfer import ShmSender
+from molt.rollout.engine_group import EngineGroup
 from molt.rollout.engine_worker import EngineSettings, RolloutEngineWorker, Sampling
-from molt.rollout.pool import EngineGroup
 from molt.train.checkpoint import export_hf
 from molt.train.policy_worker import RayEngineClient
 from molt.train.sft import negative_log_likelihood

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from molt.config import PromptDataConfig, RolloutConfig
 from molt.errors import EngineError, LostError
+from molt.rollout.engine_pool import MAX_ATTEMPTS, EnginePool
 from molt.rollout.engine_worker import Sampling
-from molt.rollout.pool import MAX_ATTEMPTS, EnginePool
 from molt.rollout.runner_pool import RunnerPool
 from molt.rollout.runner_worker import AgentHost, GroupTask, RunnerSettings, longest_s, seed_of
 from molt.rollout.watchdog import RolloutState
@@ -96,7 +96,7 @@ class FakeEngine:
     async def _alive(self):
         return True
 
-    async def _generate(self, request_id, prompt_ids, sampling):
+    async def _generate(self, request_id, prompt_ids, sampling, media=()):
         self.ids.append(request_id)
         self.calls.append((list(prompt_ids), sampling))
         await asyncio.sleep(0)

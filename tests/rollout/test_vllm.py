@@ -19,9 +19,9 @@ from molt.publish.proof import check_transport, compare_probe
 from molt.publish.publication import Publisher
 from molt.publish.transfer import ShmSender
 from molt.report.metrics import values
+from molt.rollout.engine_group import EngineGroup
 from molt.rollout.engine_worker import EngineSettings, RolloutEngineWorker, Sampling
 from molt.rollout.evaluate import answer, score
-from molt.rollout.pool import EngineGroup
 from molt.rollout.runner_pool import RunnerPool
 from molt.rollout.runner_worker import RunnerWorker
 from molt.spec import evaluation_prompts, resolve_evaluation
@@ -147,9 +147,9 @@ def test_more_new_prompts_than_one_step_takes(engine):
     assert all(len(turn.token_ids) for turn in ray.get(calls, timeout=120))
 
 
-def test_score_equals_a_plain_forward(engine, model_dir):
+def test_logprobs_equal_a_plain_forward(engine, model_dir):
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
-    for ids, scored in zip(prompts(3, 30), ray.get(engine.score.remote(prompts(3, 30)), timeout=60), strict=True):
+    for ids, scored in zip(prompts(3, 30), ray.get(engine.logprobs.remote(prompts(3, 30)), timeout=60), strict=True):
         assert np.abs(scored - reference_logprobs(model, ids)).max() < 1e-4
 
 

@@ -1,0 +1,62 @@
+"""Typed handles of engines and runners: actors in other processes, and how a call on a dead one fails."""
+
+from collections.abc import Sequence
+from typing import ParamSpec, Protocol, TypeVar
+
+import numpy as np
+from ray import ObjectRef
+from ray.exceptions import OutOfMemoryError, RayActorError
+
+from molt.publish.proof import Receipt
+from molt.rollout.engine_worker import Sampling
+from molt.types import Media, Turn
+
+DEAD = (RayActorError, OutOfMemoryError)
+"""What a call raises when its process is gone. Ray itself kills a process when the node runs out of memory."""
+HEARTBEAT_S = 1.0
+"""Between two health checks of a process."""
+ANSWER_S = 5.0
+"""An engine that does not answer a health check within this time gets no request."""
+
+Parameters = ParamSpec("Parameters")
+Answer = TypeVar("Answer")
+
+
+class RemoteMethod(Protocol[Parameters, Answer]):
+    """A method of an actor: `remote` sends the call, and awaiting the reference gives its answer."""
+
+    def remote(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> "ObjectRef[Answer]": ...
+
+
+class GenerateMethod(Protocol):
+    """`Engine.generate`, called from another process."""
+
+    def remote(
+        self, request_id: str, prompt_ids: list[int], sampling: Sampling, media: Sequence[Media] = ()
+    ) -> "ObjectRef[Turn]": ...
+
+
+class EngineHandle(Protocol):
+    """An `Engine` in another process. A restarted engine keeps its handle."""
+
+    @property
+    def generate(self) -> GenerateMethod: ...
+    @property
+    def logprobs(self) -> RemoteMethod[[list[list[int]]], list[np.ndarray]]: ...
+    @property
+    def start(self) -> RemoteMethod[[], None]: ...
+    @property
+    def commit(self) -> RemoteMethod[[int], list[Receipt]]: ...
+    @property
+    def resume(self) -> RemoteMethod[[], None]: ...
+    @property
+    def alive(self) -> RemoteMethod[[], bool]: ...
+
+
+def last_line(error: Exception) -> str:
+    """The last line of an error's `repr`: the cause, without the traceback of the other process."""
+    return repr(error).strip().splitlines()[-1]
+
+
+def ignore_event(kind: str, **fields: object) -> None:
+    """The event sink of a caller that keeps no log."""
