@@ -7,6 +7,7 @@ What is scarce are GPUs, and those are counted here.
 import asyncio
 import logging
 import os
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ SPREAD = PLACED | {"scheduling_strategy": "SPREAD"}
 THIRD_PARTY_ENV = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
     "TQDM_DISABLE": "1",
     "PYTHONWARNINGS": "ignore",
     "TOKENIZERS_PARALLELISM": "false",
@@ -150,9 +152,11 @@ def start_ray(config: RLConfig) -> None:
     if _all_models_are_local(config):
         variables["HF_HUB_OFFLINE"] = "1"
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # no colour codes in a file
     logging.getLogger("ray").setLevel(logging.ERROR)
     guard.start(os.getpid())
-    every_worker = {"env_vars": variables, "worker_process_setup_hook": "molt.rare_gc.collect_rarely"}
+    every_worker = {"env_vars": variables, "worker_process_setup_hook": "molt.process.prepare"}
     ray.init(include_dashboard=False, configure_logging=False, log_to_driver=True, runtime_env=every_worker)
 
 
