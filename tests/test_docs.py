@@ -14,7 +14,7 @@ from molt.config_sft import SftConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *DOCS]
+PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *DOCS, *sorted((ROOT / "examples").rglob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
 SETTINGS = flags(RLConfig) | flags(SftConfig)
 SECTIONS = {name.partition(".")[0] for name in SETTINGS if "." in name}
@@ -30,9 +30,17 @@ def blocks(page: Path, language: str = "") -> list[str]:
     return [block for word, block in zip(parts[1::4], parts[2::4], strict=True) if word == language]
 
 
-def tree(page: Path = ROOT / "docs" / "tree.md") -> dict[str, str]:
-    """Every path in the page's tree, and its comment."""
-    (text,) = [block for block in blocks(page) if block.startswith("molt/\n")]
+def own_words(page: Path) -> str:
+    """The text of a page; of tables that compare molt with other systems, the last column, which is molt's."""
+    text = page.read_text()
+    if page.name != "coming_from_trl_and_verl.md":
+        return text
+    return re.sub(r"^\|.*\| ([^|]+) \|$", r"\1", text, flags=re.M)
+
+
+def tree() -> dict[str, str]:
+    """Every path in the tree of docs/tree.md, and its comment."""
+    (text,) = [block for block in blocks(ROOT / "docs" / "tree.md") if block.startswith("molt/\n")]
     found, folders = {}, []
     for line in text.splitlines():
         depth = (len(line) - len(line.lstrip())) // 2
@@ -59,15 +67,9 @@ def test_every_file_is_in_the_tree():
     assert not missing, f"docs/tree.md: add {sorted(missing)}"
 
 
-def test_the_short_tree_is_the_top_of_the_whole_one():
-    whole, short = tree(), tree(ROOT / "README.md")
-    assert short.items() <= whole.items()
-    assert {path for path in whole if path.removeprefix("molt/").count("/") <= 1 and path.endswith("/")} <= short.keys()
-
-
 @pytest.mark.parametrize("page", [*PAGES, *EXAMPLES], ids=name_of)
 def test_every_flag_and_setting_exists(page):
-    text = page.read_text()
+    text = own_words(page)
     switches_off = {re.sub(r"(\w+)$", r"no_\1", name) for name, hint in SETTINGS.items() if hint is bool}
     named = set(re.findall(r"--([a-z]\w*(?:\.\w+)+)", text))
     dotted = set(re.findall(r"`([a-z]+(?:\.\w+)+)`", text))
@@ -79,14 +81,28 @@ def test_every_flag_and_setting_exists(page):
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_link_path_and_make_target_exists(page):
     text = page.read_text()
-    for link in re.findall(r"\]\(([^)#]+)\)", text):
-        assert (page.parent / link).exists(), link
+    for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)|src(?:set)?=\"([^\"]+)\"", text):
+        path = "".join(link)
+        assert (page.parent / path).exists(), path
     for path in re.findall(r"`((?:molt|tests|docs|examples|scripts|constraints)/[\w./]*)`", text):
         assert (ROOT / path).exists(), path
     for path, folder in re.findall(r"`((\w+)/\w+\.py)`", text):
         assert not (ROOT / "molt" / folder).is_dir() or (ROOT / "molt" / path).exists(), path
     targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M)
     assert set(re.findall(r"`make (\w+)", text)) <= set(targets)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_link_into_a_page_names_a_heading(page):
+    for path, anchor in re.findall(r"\]\(([^)#]*)#([^)]+)\)", page.read_text()):
+        target = page.parent / path if path else page
+        assert anchor in anchors(target), f"{path}#{anchor}"
 
 
 def strings(path: Path) -> set[str]:
@@ -106,8 +122,9 @@ SOURCES = [path for path in (ROOT / "molt").rglob("*.py") if path.name not in RE
 
 
 def documented() -> set[str]:
-    rows = re.finditer(r"^\| `([^`]+)` \|", (ROOT / "docs" / "metrics.md").read_text(), re.M)
-    return {row[1] for row in rows}
+    """The names in the first cells of the tables of docs/metrics.md."""
+    cells = re.findall(r"^\| (`[^|]+`) \|", (ROOT / "docs" / "metrics.md").read_text(), re.M)
+    return {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
 
 
 def test_every_metric_in_the_code_is_documented():
@@ -127,9 +144,17 @@ def test_every_documented_metric_is_in_the_code():
         assert {generic, generic.rpartition("/")[2]} & everything, f"docs/metrics.md: nothing emits {name}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_metric_that_a_page_names_is_documented(page):
+    patterns = [re.sub(r"<\w+>", r"[\\w<>]+", name) for name in documented()]
+    for text in re.findall(r"`([^`\n]+)`", own_words(page)):
+        if METRIC.fullmatch(text) and not (ROOT / "molt" / text).exists():
+            assert any(re.fullmatch(pattern, text) for pattern in patterns), text
+
+
 AGENT_EXAMPLES = [
     pytest.param(block, id=f"{name_of(page)}-{i}")
-    for page in (ROOT / "README.md", ROOT / "docs" / "agents.md", ROOT / "docs" / "chat_agents.md")
+    for page in (ROOT / "README.md", *DOCS)
     for i, block in enumerate(blocks(page, "python"))
     if "AgentRunner" in block
 ]
