@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from molt.chat.render import Renderer
+from molt.checkpoint_files import read_json, to_json, with_defaults, write_json
 from molt.config import RLConfig
 from molt.data.prompts import PromptStream
 from molt.errors import ConfigError, MoltError, TrainingError
@@ -197,7 +198,7 @@ class Records:
     def _commit(self, aside: Path, state: dict[str, Any], finished: list[Group], samples: list[Any]) -> Path:
         """Flushes every file, so it is no work for the event loop."""
         save_buffer(aside, finished, samples)
-        (aside / "loop.json").write_text(json.dumps(state))
+        write_json(aside / "loop.json", state)
         path = commit(aside)
         self._prune()
         return path
@@ -256,7 +257,7 @@ class Records:
         shutil.rmtree(self.best_model, ignore_errors=True)
         with failing(self.best_file):
             self.candidate_model.rename(self.best_model)
-            write_file(self.best_file, json.dumps(self.best))
+            write_file(self.best_file, to_json(self.best or {}))
 
     async def follow(self, run: "Run", best: dict[str, Any] | None) -> None:
         """Make `best.json` and OUTPUT_DIR/best those of the lineage that goes on from `run.step`.
@@ -264,7 +265,7 @@ class Records:
         best: what its checkpoint says; an evaluation that ended later, of a step that is in the lineage, stays.
         """
         self.no_candidate()
-        noted = json.loads(self.best_file.read_text()) if self.best_file.exists() else None
+        noted = read_best(self.best_file)
         if noted and noted["step"] <= run.step:
             self.best = noted
             return
@@ -303,15 +304,15 @@ class Records:
 
     async def restore(self, run: "Run", path: Path) -> None:
         """Continue where `path` was saved."""
-        state = json.loads((path / "loop.json").read_text())
-        run.step = self.saved = state["step"]
-        await self.follow(run, state["best"])
+        state = read_json(path / "loop.json")
+        run.step = self.saved = checkpoint_step(path)
+        await self.follow(run, whole_best(state["best"], path / "loop.json"))
         await run.cluster.load(path)
         stream = run.producer.stream
         groups, samples = load_buffer(path, lambda epoch, position: stream[stream.index(epoch, position)])
         for group, heavy in zip(groups, samples, strict=True):
             group.samples = own(heavy)
-        if state["total_steps"] != run.total_steps and self.config.actor.lr_scheduler != "constant":
+        if state["total_steps"] not in (None, run.total_steps) and self.config.actor.lr_scheduler != "constant":
             print(
                 f"train.max_steps: the {self.config.actor.lr_scheduler} learning rate now ends at step "
                 f"{run.total_steps}, not {state['total_steps']} as before: the rate jumps here.",
@@ -322,7 +323,12 @@ class Records:
         run.evaluated = run.step if self.log.evaluated(run.step) else None
         run.trips = deque(state["trips"])
         run.lineage = Lineage(tuple(map(tuple, state["rollbacks"]))).rolled_back(run.step, run.published)
-        run.producer.restore(state["ledger"], groups, run.step)
+        ledger = state["ledger"]
+        if self.config.train.rollout_replay_dir is None:
+            buffered = [stream.index(group.prompt.epoch, group.prompt.position) for group in groups]
+            trained = run.step * self.config.rollout.batch_size
+            ledger = whole_ledger(ledger, trained, buffered, path / "loop.json")
+        run.producer.restore(ledger, groups, run.step)
 
     async def export(self, run: "Run", path: Path) -> None:
         """The policy as a Hugging Face model directory. Raises `CheckpointError` when the disk does not take it."""
@@ -338,7 +344,36 @@ def identity(config: RLConfig, stream: PromptStream) -> dict[str, Any]:
 
 def refuse_other_run(path: Path, config: RLConfig, stream: PromptStream) -> None:
     """Raise `CheckpointError` before anything is started, or written, if the checkpoint is of another run."""
-    require_same_run(path, json.loads((path / "loop.json").read_text())["data"], _of_checkpoint(config, stream))
+    require_same_run(path, read_json(path / "loop.json")["data"], _of_checkpoint(config, stream))
+
+
+def read_best(path: Path) -> dict[str, Any] | None:
+    """The best evaluation that `best.json` holds; None where there is none, or the file lacks a part of it."""
+    if not path.exists():
+        return None
+    return whole_best(read_json(path), path)
+
+
+def whole_best(saved: dict[str, Any] | None, path: Path) -> dict[str, Any] | None:
+    """A best evaluation as saved in `path`, or None where a part of it is missing."""
+    if saved is None:
+        return None
+    best = with_defaults(saved, "best.json", path)
+    if None in best.values():
+        return None
+    return best
+
+
+def whole_ledger(saved: dict[str, Any], trained: int, buffered: list[int], path: Path) -> dict[str, Any]:
+    """The ledger of a checkpoint. Where the next position is missing, it is counted from what the ledger should hold.
+
+    trained: groups trained up to the checkpoint. buffered: places in the stream of the finished groups.
+    """
+    ledger = with_defaults(saved, "loop.json ledger", path)
+    if ledger["position"] is None:
+        started = [*buffered, *ledger["in_flight"]]
+        ledger["position"] = max([trained + len(started), *(index + 1 for index in started)])
+    return ledger
 
 
 def _of_checkpoint(config: RLConfig, stream: PromptStream) -> dict[str, Any]:

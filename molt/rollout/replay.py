@@ -7,12 +7,12 @@
 """
 
 import asyncio
-import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from molt.checkpoint_files import read_json, write_json
 from molt.data.prompts import PromptStream
 from molt.errors import DataError, MoltError
 from molt.rollout.buffer import load_buffer, save_buffer
@@ -40,7 +40,7 @@ def begin_dump(folder: Path, identity: dict[str, Any], step: int | None, owner: 
         )
     folder.mkdir(parents=True, exist_ok=True)
     _require_same(folder, identity, "train.rollout_dump_dir")
-    (folder / "dump.json").write_text(json.dumps(identity | {OWNER: str(owner.resolve())}))
+    write_json(folder / "dump.json", identity | {OWNER: str(owner.resolve())})
     abandon_dump(folder, -1 if step is None else step)
 
 
@@ -54,7 +54,7 @@ def abandon_dump(folder: Path, step: int) -> None:
 def _read(folder: Path) -> dict[str, Any]:
     """What its dump.json says; {} where there is none."""
     path = folder / "dump.json"
-    return json.loads(path.read_text()) if path.exists() else {}
+    return read_json(path) if path.exists() else {}
 
 
 def _require_same(folder: Path, identity: dict[str, Any], flag: str) -> None:
