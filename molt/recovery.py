@@ -8,7 +8,7 @@ from pathlib import Path
 
 from molt.errors import MoltError, RankLostError
 from molt.loop import train_to_the_end
-from molt.records.state import RunState, read_state
+from molt.records.state import RunState, best_in_checkpoint
 from molt.run import Run
 from molt.train.checkpoint import checkpoint_step
 from molt.types import NO_ROLLBACK
@@ -78,9 +78,9 @@ async def load(run: Run) -> Path | None:
     if checkpoint is None:
         await restart(run)
         return None
-    saved = read_state(checkpoint)
-    await run.evaluator.best.follow(saved.step, saved.best)  # first, since it may load other weights
-    state = await run.checkpoints.load(checkpoint, run.spec.stream)
+    best = best_in_checkpoint(checkpoint)
+    await run.evaluator.best.follow(checkpoint_step(checkpoint), best)  # first, since it may load other weights
+    state = await run.checkpoints.load(checkpoint, run.spec.stream, run.config.rollout.batch_size)
     assign(run, state)
     return checkpoint
 
@@ -95,7 +95,7 @@ def assign(run: Run, state: RunState) -> None:
         run.kl_coef = state.kl_coef
     run.evaluator.resume(state.step)
     run.producer.restore(state.ledger, state.finished, state.step)
-    if state.total_batches != run.total_batches and config.actor.lr_scheduler != "constant":
+    if state.total_batches not in (None, run.total_batches) and config.actor.lr_scheduler != "constant":
         print(
             f"train.max_steps: the {config.actor.lr_scheduler} learning rate now ends at step {run.total_batches}, not "
             f"{state.total_batches} as before: the rate jumps here.",

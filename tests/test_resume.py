@@ -51,7 +51,9 @@ def measured(output: Path) -> list[dict]:
 
 
 def best_of(output: Path) -> dict:
-    return json.loads((output / "checkpoints" / "best.json").read_text())
+    best = json.loads((output / "checkpoints" / "best.json").read_text())
+    assert best.pop("format") == 2
+    return best
 
 
 def assert_same_bits(a: Path, b: Path) -> None:

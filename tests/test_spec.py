@@ -3,6 +3,7 @@
 import pytest
 
 from molt.errors import CheckpointError, ConfigError, DataError
+from molt.records.state import RunState
 from molt.rollout.dump import batch_dir, begin_dump
 from molt.spec import resolve, resolve_evaluation
 from tests.runs import settings, write_prompts
@@ -68,8 +69,9 @@ def test_a_transfer_between_gpus_is_refused_on_a_cpu(tmp_path, prompts):
 def test_a_checkpoint_of_another_run_is_refused(tmp_path, prompts):
     checkpoint = tmp_path / "out" / "checkpoints" / "step_000001"
     checkpoint.mkdir(parents=True)
-    loop = '{"step": 1, "total_steps": 3, "rollbacks": [], "best": null, "kl_coef": 0.0, "trips": [], "ledger": {}, '
-    (checkpoint / "loop.json").write_text(loop + '"data": {"seed": 7}}')
+    identity = spec_of(tmp_path, prompts).checkpoint_identity
+    state = RunState(step=1, total_batches=3, identity=identity | {"seed": 7})
+    (checkpoint / "loop.json").write_text(state.to_json())
     (checkpoint / "manifest.json").write_text('{"files": {}}')
     with pytest.raises(CheckpointError, match=r"'seed': 7.*it would repeat or skip"):
         spec_of(tmp_path, prompts, "--ckpt.load_enable")

@@ -4,17 +4,17 @@ The weights are exported before they are evaluated: by the time the score is kno
 candidate; it becomes the best, or is removed.
 """
 
-import json
 import shutil
 import sys
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 
+from molt.checkpoint_files import to_json
 from molt.config import RLCkptConfig
 from molt.errors import ConfigError
 from molt.records.checkpoints import Checkpoints
-from molt.records.state import Best
+from molt.records.state import Best, read_best
 from molt.report.metrics import values
 from molt.train.checkpoint import checkpoint_path, complete, failing, write_file
 from molt.types import Metric
@@ -73,7 +73,7 @@ class BestModel:
         shutil.rmtree(self.model, ignore_errors=True)
         with failing(self.file):
             self.candidate.rename(self.model)
-            write_file(self.file, json.dumps(self.best))
+            write_file(self.file, to_json(self.best or {}))
 
     async def follow(self, step: int, saved: Best | None) -> None:
         """Make the best model that of the lineage which continues from `step`.
@@ -83,7 +83,7 @@ class BestModel:
         weights of the ranks; the caller loads them.
         """
         shutil.rmtree(self.candidate, ignore_errors=True)
-        noted = self._noted()
+        noted = read_best(self.file)
         if noted is not None and noted["step"] <= step:
             self.best = noted
         elif saved is not None and complete(self._checkpoint_of(saved)):
@@ -101,11 +101,6 @@ class BestModel:
         if self.best is None:
             return None
         return self.best["step"]
-
-    def _noted(self) -> Best | None:
-        if not self.file.exists():
-            return None
-        return json.loads(self.file.read_text())
 
     def _checkpoint_of(self, best: Best) -> Path:
         return checkpoint_path(self.checkpoints.folder, best["step"])

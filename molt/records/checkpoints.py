@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -87,10 +86,15 @@ class Checkpoints:
         """The newest complete checkpoint."""
         return latest_checkpoint(self.folder)
 
-    async def load(self, path: Path, stream: PromptStream) -> RunState:
-        """Load the ranks, and return the driver's part; the arrays of its finished groups are objects of Ray's."""
+    async def load(self, path: Path, stream: PromptStream, batch_size: int) -> RunState:
+        """Load the ranks, and return the driver's part; the arrays of its finished groups are objects of Ray's.
+
+        batch_size: `rollout.batch_size`.
+        """
         await self.ranks.load(path)
-        state = replace(read_state(path), finished=_load_groups(path, stream))
+        groups = _load_groups(path, stream)
+        places = [stream.index(group.prompt.epoch, group.prompt.position) for group in groups]
+        state = read_state(path, groups, places, batch_size)
         self.saved = state.step
         return state
 
@@ -120,11 +124,11 @@ def _commit(aside: Path, state: RunState, samples: Sequence[Any]) -> Path:
     return commit(aside)
 
 
-def _load_groups(path: Path, stream: PromptStream) -> tuple[Group, ...]:
+def _load_groups(path: Path, stream: PromptStream) -> list[Group]:
     def prompt_at(epoch: int, position: int) -> Prompt:
         return stream[stream.index(epoch, position)]
 
     groups, samples = load_buffer(path, prompt_at)
     for group, arrays in zip(groups, samples, strict=True):
         group.samples = own(arrays)
-    return tuple(groups)
+    return groups

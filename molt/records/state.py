@@ -1,11 +1,12 @@
 """The driver's part of a checkpoint as one value: `loop.json`, and the finished groups beside it."""
 
-import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
 
-from molt.train.checkpoint import require_same_run
+from molt.checkpoint_files import read_json, to_json, with_defaults
+from molt.train.checkpoint import checkpoint_step, require_same_run
 from molt.types import EMPTY_LEDGER, NO_ROLLBACK, Group, Ledger, Lineage
 
 FILE = "loop.json"
@@ -25,8 +26,8 @@ class RunState:
 
     step: int
     """Training batches trained."""
-    total_batches: int
-    """Training batches of the whole run, by its settings then."""
+    total_batches: int | None
+    """Training batches of the whole run, by its settings then; None: an old checkpoint does not tell."""
     lineage: Lineage = NO_ROLLBACK
     best: Best | None = None
     kl_coef: float = 0.0
@@ -40,7 +41,7 @@ class RunState:
 
     def to_json(self) -> str:
         """The text of `loop.json`; the finished groups are files of their own (`rollout/buffer.py`)."""
-        return json.dumps(
+        return to_json(
             {
                 "step": self.step,
                 "total_steps": self.total_batches,
@@ -54,23 +55,70 @@ class RunState:
         )
 
 
-def read_state(checkpoint: Path, finished: tuple[Group, ...] = ()) -> RunState:
-    """The state in a checkpoint's `loop.json`, with these finished groups."""
-    saved = json.loads((checkpoint / FILE).read_text())
-    rollbacks = tuple((version, step) for version, step in saved["rollbacks"])
+def read_state(checkpoint: Path, finished: Sequence[Group], places: Sequence[int], batch_size: int) -> RunState:
+    """The state in a checkpoint, with these finished groups. Raises `CheckpointError` for a newer format.
+
+    places: of the finished groups in the prompt stream. batch_size: `rollout.batch_size`. They stand in for a position
+    that an old checkpoint does not have.
+    """
+    path = checkpoint / FILE
+    saved = read_json(path)
+    step = checkpoint_step(checkpoint)
+    ledger = EMPTY_LEDGER
+    if not saved["data"].get("replay"):  # a replay has none
+        ledger = complete_ledger(saved["ledger"], step * batch_size, places, path)
+    rollbacks = tuple((version, at_step) for version, at_step in saved["rollbacks"])
     return RunState(
-        step=saved["step"],
+        step=step,
         total_batches=saved["total_steps"],
         lineage=Lineage(rollbacks),
-        best=saved["best"],
+        best=complete_best(saved["best"], path),
         kl_coef=saved["kl_coef"],
         trips=tuple(saved["trips"]),
-        ledger=saved["ledger"],
+        ledger=ledger,
         identity=saved["data"],
-        finished=finished,
+        finished=tuple(finished),
     )
+
+
+def best_in_checkpoint(checkpoint: Path) -> Best | None:
+    """The best evaluation before a checkpoint was saved."""
+    path = checkpoint / FILE
+    return complete_best(read_json(path)["best"], path)
 
 
 def refuse_other_run(checkpoint: Path, identity: dict[str, Any]) -> None:
     """Raise `CheckpointError` if the checkpoint was made under settings that give its places other prompts."""
-    require_same_run(checkpoint, read_state(checkpoint).identity, identity)
+    require_same_run(checkpoint, read_json(checkpoint / FILE)["data"], identity)
+
+
+def read_best(path: Path) -> Best | None:
+    """The best evaluation in `best.json`; None where there is none, or where a part of it is missing."""
+    if not path.exists():
+        return None
+    return complete_best(read_json(path), path)
+
+
+def complete_best(saved: Mapping[str, Any] | None, path: Path) -> Best | None:
+    """A best evaluation as saved in `path`, or None where a part of it is missing."""
+    if saved is None:
+        return None
+    best = with_defaults(saved, "best.json", path)
+    if None in best.values():
+        return None
+    return {"step": best["step"], "metric": best["metric"], "value": best["value"]}
+
+
+def complete_ledger(saved: Mapping[str, Any], trained: int, places: Sequence[int], path: Path) -> Ledger:
+    """The ledger of a checkpoint. Where the next position is missing, it is counted from what the ledger should hold.
+
+    trained: groups trained up to the checkpoint. places: of the finished groups in the prompt stream.
+    """
+    ledger = with_defaults(saved, "loop.json ledger", path)
+    position = ledger["position"]
+    in_flight = ledger["in_flight"]
+    if position is None:
+        started = [*places, *in_flight]
+        behind_all_started = max((place + 1 for place in started), default=0)
+        position = max(trained + len(started), behind_all_started)
+    return {"position": position, "in_flight": in_flight, "filter": ledger["filter"]}

@@ -6,16 +6,17 @@
 `rollout/replay.py` trains on them again, without engines.
 """
 
-import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from molt.checkpoint_files import read_json, write_json
 from molt.errors import DataError
 from molt.rollout.buffer import save_buffer
 from molt.types import Group, Sample
 
+DUMP_FILE = "dump.json"
 OWNER = "output_dir"
 """In dump.json, beside the settings: the output directory of the run that may continue it."""
 
@@ -43,7 +44,7 @@ def check_dump(folder: Path, identity: dict[str, Any], *, resumes: bool, output_
 def begin_dump(folder: Path, identity: dict[str, Any], *, after_step: int, output_dir: Path) -> None:
     """Dump from now on the batches after `after_step`; later ones that are there are removed. -1: all."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "dump.json").write_text(json.dumps(identity | {OWNER: _owner(output_dir)}))
+    write_json(folder / DUMP_FILE, identity | {OWNER: _owner(output_dir)})
     abandon_dump(folder, after_step)
 
 
@@ -60,10 +61,10 @@ def _owner(output_dir: Path) -> str:
 
 def _read(folder: Path) -> dict[str, Any]:
     """The contents of dump.json; {} where there is none."""
-    path = folder / "dump.json"
+    path = folder / DUMP_FILE
     if not path.exists():
         return {}
-    return json.loads(path.read_text())
+    return read_json(path)
 
 
 def _require_same(folder: Path, identity: dict[str, Any], flag: str) -> None:

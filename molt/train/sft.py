@@ -8,7 +8,6 @@ only the seed and e decide (`EpochOrder`), and step s takes the next `batch_size
 step takes what is left). So the step number is all that a resume needs.
 """
 
-import json
 import os
 import signal
 import time
@@ -27,6 +26,7 @@ from molt.algo.reduce import token_weights
 from molt.batch.collate import Batch, collate, scatter
 from molt.batch.partition import micro_batches, partition
 from molt.chat.render import load_tokenizer
+from molt.checkpoint_files import read_json, write_json
 from molt.config_sft import SftConfig
 from molt.data.conversations import Conversation, build_conversations
 from molt.data.mixture import EpochOrder
@@ -37,6 +37,7 @@ from molt.report.metrics import values
 from molt.report.sinks import RunLog
 from molt.train.checkpoint import (
     begin,
+    checkpoint_step,
     commit,
     export_hf,
     failing,
@@ -247,10 +248,9 @@ class SftRun:
         path = latest_checkpoint(ckpt.checkpoints) if ckpt.load_enable else None
         if path is None:
             return 0
-        extra = json.loads((path / "extra.json").read_text())
-        require_same_run(path, extra["data"], self._identity())
+        require_same_run(path, read_json(path / "extra.json")["data"], self._identity())
         load_checkpoint(path, self.model, self.optimizer, self.scheduler)
-        return extra["step"]
+        return checkpoint_step(path)
 
     def _save(self, step: int) -> None:
         """A checkpoint, owned by rank 0. With `ckpt.async_save` it is written while training goes on."""
@@ -273,7 +273,7 @@ class SftRun:
         with (removing if self.rank == 0 else failing)(tmp):
             written(tmp, part)
             if self.rank == 0:
-                (tmp / "extra.json").write_text(json.dumps(extra))
+                write_json(tmp / "extra.json", extra)
                 commit(tmp)
                 prune(self.config.ckpt.checkpoints, self.config.ckpt.max_num, self.config.ckpt.max_mem * 2**30)
 

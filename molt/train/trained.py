@@ -1,6 +1,5 @@
 """A model that learns, on one rank: its optimizer, its schedule and its part of a checkpoint."""
 
-import json
 from collections.abc import Sequence
 from math import isfinite
 from pathlib import Path
@@ -10,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from molt.batch.plan import SampleTask
+from molt.checkpoint_files import read_json, write_json
 from molt.config import OptimizerConfig
 from molt.parallel.mesh import saving_group
 from molt.train.breaker import Breaker, Evidence
@@ -89,7 +89,7 @@ class Trained:
         self.writing = write_part(tmp / self.part, *state, group=self.group, background=background)
         if dist.get_rank() == 0:
             with failing(tmp):
-                (tmp / self.part / "breaker.json").write_text(json.dumps(list(self.breaker.norms)))
+                write_json(tmp / self.part / "breaker.json", {"norms": list(self.breaker.norms)})
 
     def written(self, tmp: Path) -> None:
         """Wait until what `save` left to the background is on disk. The one method that is called from elsewhere."""
@@ -98,4 +98,4 @@ class Trained:
     def load(self, path: Path) -> None:
         load_checkpoint(path, self.model, self.optimizer, self.scheduler, part=self.part)
         self.breaker.norms.clear()
-        self.breaker.norms.extend(json.loads((path / self.part / "breaker.json").read_text()))
+        self.breaker.norms.extend(read_json(path / self.part / "breaker.json")["norms"])

@@ -182,7 +182,7 @@ def test_resuming_keeps_the_place_in_the_schedule_and_takes_the_new_rate(tiny, m
     parts = trainer(tiny, mesh, lr=1e-2)
     train(mesh, parts, [0, 1])
     path = save(tmp_path, 2, parts, {})
-    assert json.loads((path / "trainer.json").read_text()) == {"optimizer_steps": 2}
+    assert json.loads((path / "trainer.json").read_text()) == {"format": 2, "optimizer_steps": 2}
     model, optimizer, scheduler = trainer(tiny, mesh, lr=4e-3)
     load_checkpoint(path, model, optimizer, scheduler)
     expected = [4e-3 * scheduler.lr_lambdas[0](step) for step in (2, 3)]
@@ -325,6 +325,25 @@ def test_a_position_in_other_data_is_refused():
         "checkpoint c/step_000002 was made with {'rows': 20, 'seed': 1}, this run has {'rows': 21, 'seed': 1}: it "
         "would repeat or skip rows. Resume with the settings of that run, or use another --ckpt.output_dir."
     )
+
+
+def test_what_an_older_checkpoint_did_not_save_is_not_compared_and_warns():
+    with pytest.warns(UserWarning, match=r"step_000002 does not say which seed it was made with"):
+        require_same_run(Path("c/step_000002"), {"rows": 20}, {"rows": 20, "seed": 1})
+    other_data = pytest.raises(CheckpointError, match="repeat or skip rows")
+    with pytest.warns(UserWarning, match="does not say which"), other_data:
+        require_same_run(Path("c/step_000002"), {"rows": 20}, {"rows": 21, "seed": 1})
+
+
+def test_a_checkpoint_of_a_newer_molt_is_refused_not_skipped(two_saved):
+    """An older checkpoint is there too: going back to it in silence would lose the newer steps."""
+    _, directory, paths = two_saved
+    manifest = json.loads((paths[1] / "manifest.json").read_text())
+    (paths[1] / "manifest.json").write_text(json.dumps(manifest | {"format": 3}))
+    with pytest.raises(CheckpointError, match=r"manifest.json has format 3, this molt reads formats up to 2.*Resume"):
+        latest_checkpoint(directory)
+    prune(directory, 1)  # a new run in the same directory may save
+    assert sorted(directory.iterdir()) == [paths[1]]
 
 
 def test_a_checkpoint_of_another_model_is_refused(two_saved, mesh, tmp_path_factory):
