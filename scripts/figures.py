@@ -184,7 +184,9 @@ def take_screenshot(chromium: str, report: Path, theme: Theme, picture: Path) ->
         subprocess.run(command, check=True, capture_output=True, timeout=120)
         image = Image.open(raw).convert("RGB")
         cropped = image.crop((0, 0, PAGE_WIDTH, last_row(image)))
-        cropped.quantize(COLORS_IN_PNG, dither=Image.Dither.NONE).save(picture, optimize=True)
+        cropped.quantize(COLORS_IN_PNG, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
+            picture, optimize=True
+        )
 
 
 def shortened(html: str, report: Path, theme: Theme) -> str:
