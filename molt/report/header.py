@@ -7,7 +7,7 @@ from molt.algo.advantage import Estimator
 from molt.algo.importance import describe
 from molt.algo.kl import FORMULAS as KL
 from molt.algo.plugin import load_estimator, load_loss
-from molt.algo.reduce import FORMULAS as WEIGHTS
+from molt.algo.reduce import AGGREGATIONS
 from molt.config import RewardConfig, RLConfig
 
 Rows = dict[str, str]
@@ -80,7 +80,7 @@ def _loss(config: RLConfig) -> Rows:
     inner = " ".join(terms)
     balance = f" + {actor.aux_loss_coef:g} mean(balance)" if actor.aux_loss_coef else ""
     bound = f", at most {actor.dual_clip:g} |A| where A < 0" if actor.dual_clip and not algo.loss else ""
-    total = f"sum_t {WEIGHTS[actor.loss_agg_mode]} * {f'({inner})' if len(terms) > 1 else inner}{balance}"
+    total = f"sum_t {AGGREGATIONS[actor.loss_agg_mode].formula} * {f'({inner})' if len(terms) > 1 else inner}{balance}"
     rows = {"loss": f"{total}    [{name}{bound}]"}
     if not algo.loss:
         rows["r"] = "exp(logprob - old)"
