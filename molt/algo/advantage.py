@@ -5,6 +5,7 @@ rollout, which its caller spreads over the rollout's generated tokens. A *token*
 segment: each segment is a time line of its own, and it skips tokens that were not generated.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -29,6 +30,11 @@ class Estimator:
     """What must be there for it: `ref_logprobs`, `values`, and `teacher` (a reference that is another model)."""
     baseline: Literal["group", "batch", "none"] = "none"
     """Which rollouts a reward is compared with. One rollout alone in its group (batch) has an advantage of 0."""
+
+    @property
+    def symbols(self) -> frozenset[str]:
+        """The names in the formula: those that depend on settings are defined in the header of a run."""
+        return frozenset(re.findall(r"\w+", self.formula))
 
 
 @dataclass(frozen=True)
