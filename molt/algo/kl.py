@@ -6,7 +6,9 @@ from torch import Tensor
 from molt.algo.ratio import log_ratio
 
 FORMULAS = {"k1": "d", "k2": "d^2 / 2", "k3": "exp(-d) - 1 + d"}
-"""The estimators in words, with `d = logprob - reference`."""
+"""The estimators as text, with `d = logprob - reference`."""
+FORWARD_K3 = "exp(d) - 1 - d"
+"""k3 where the reference sampled the tokens."""
 
 
 def kl_per_token(logprobs: Tensor, ref_logprobs: Tensor, estimator: str, *, from_reference: bool = False) -> Tensor:
@@ -17,14 +19,19 @@ def kl_per_token(logprobs: Tensor, ref_logprobs: Tensor, estimator: str, *, from
     policy, k2 has the gradient of KL(policy || reference), k3 that of KL(reference || policy), k1 none on average.
 
     logprobs, ref_logprobs: float [...], one entry per token. Returns [...], with a gradient through `logprobs` alone.
-    Raises `TrainingError` on a NaN.
+    Raises `TrainingError` on a NaN, `KeyError` for another estimator.
     Source: Schulman 2020 (joschu.net/blog/kl-approx).
     """
     d = log_ratio(logprobs=logprobs, ref_logprobs=ref_logprobs.detach())
-    if estimator == "k3":
-        d = d if from_reference else -d
+    if estimator == "k1":
+        return d
+    if estimator == "k2":
+        return d.square() / 2
+    if estimator != "k3":
+        raise KeyError(estimator)
+    if from_reference:
         return torch.expm1(d) - d
-    return {"k1": d, "k2": d.square() / 2}[estimator]
+    return torch.expm1(-d) + d
 
 
 def adapt(coef: float, kl: float, *, target: float, horizon: float, rollouts: int) -> float:
@@ -33,5 +40,6 @@ def adapt(coef: float, kl: float, *, target: float, horizon: float, rollouts: in
     kl: its mean over the trained tokens of the batch. rollouts: in that batch.
     Source: Ziegler et al. 2019, arXiv 1909.08593.
     """
-    error = min(max(kl / target - 1, -0.2), 0.2)
-    return coef * (1 + error * rollouts / horizon)
+    error = kl / target - 1
+    bounded = min(max(error, -0.2), 0.2)
+    return coef * (1 + bounded * rollouts / horizon)

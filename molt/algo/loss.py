@@ -1,4 +1,4 @@
-"""Policy losses: per-token values that nothing here averages (`reduce` has the weights).
+"""Policy losses: per-token values. Nothing here averages them: `reduce` has the weights.
 
 One loss is one function and one row of `LOSSES`, all with the same signature. Per-token tensors have one shape [...]:
 logprobs, old_logprobs, advantages float; mask bool, the trained tokens; segments int64, the sample of each token, from
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from molt.algo.ratio import log_ratio, of_sample, refuse_nan
+from molt.algo.ratio import log_ratio, mean_of_sample, refuse_nan
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,8 @@ class PolicyLoss:
     """`fn(logprobs, old_logprobs, advantages, mask, segments, *, low, high, dual_clip=None)`."""
     formula: str
     """For the header of a run: `str.format` text with the scalars of `fn`."""
+    where: tuple[str, str] | None = None
+    """A symbol of the formula and its definition."""
 
 
 def ppo(
@@ -42,7 +44,8 @@ def ppo(
     Raises `TrainingError` on a NaN.
     Source: arXiv 1707.06347; separate bounds, arXiv 2503.14476; dual clip, arXiv 1912.09729.
     """
-    ratio = log_ratio(logprobs=logprobs, old_logprobs=old_logprobs.detach()).exp()
+    log_r = log_ratio(logprobs=logprobs, old_logprobs=old_logprobs.detach())
+    ratio = log_r.exp()
     return _clipped(ratio, advantages, low, high, dual_clip)
 
 
@@ -59,14 +62,17 @@ def gspo(
 ) -> tuple[Tensor, Tensor]:
     """ppo with one ratio per sample, `s = exp(mean over its trained tokens of (logprobs - old_logprobs))`.
 
-    The gradient goes through each token: `s_t = exp(logprobs - sg(logprobs) + sg(log s))`. A sample is clipped as a
-    whole if its advantages have one sign. Raises `TrainingError` on a NaN.
+    The gradient goes through each token: `s_t = exp(logprobs - sg(logprobs) + sg(log s))`. The tokens of a sample are
+    clipped together if its advantages have one sign. Raises `TrainingError` on a NaN.
     Source: GSPO-token, arXiv 2507.18071.
     """
-    here = logprobs.detach()
-    log_s = of_sample(log_ratio(logprobs=here, old_logprobs=old_logprobs.detach()), mask, segments, mean=True)
-    through = log_ratio(logprobs=logprobs, detached=here)  # 0, with the gradient of logprobs
-    return _clipped((through + log_s.to(here.dtype)).exp(), advantages, low, high, dual_clip)
+    detached = logprobs.detach()
+    log_r = log_ratio(logprobs=detached, old_logprobs=old_logprobs.detach())
+    log_s = mean_of_sample(log_r, mask, segments)
+
+    zero_with_gradient = log_ratio(logprobs=logprobs, detached=detached)
+    ratio = (zero_with_gradient + log_s.to(detached.dtype)).exp()
+    return _clipped(ratio, advantages, low, high, dual_clip)
 
 
 def cispo(
@@ -87,25 +93,46 @@ def cispo(
     Source: arXiv 2506.13585.
     """
     refuse_nan(advantages=advantages)
-    ratio = log_ratio(logprobs=logprobs.detach(), old_logprobs=old_logprobs.detach()).exp()
-    return -ratio.clamp(max=high) * advantages * logprobs, ratio > high
+    log_r = log_ratio(logprobs=logprobs.detach(), old_logprobs=old_logprobs.detach())
+    ratio = log_r.exp()
+
+    weight = ratio.clamp(max=high)
+    loss = -weight * advantages * logprobs
+    clipped = ratio > high
+    return loss, clipped
 
 
 def _clipped(
-    ratio: Tensor, advantages: Tensor, low: float, high: float, dual_clip: float | None
+    ratio: Tensor,
+    advantages: Tensor,
+    low: float,
+    high: float,
+    dual_clip: float | None,
 ) -> tuple[Tensor, Tensor]:
+    """The loss of ppo for any ratio, and where a bound is active."""
     refuse_nan(advantages=advantages)
     free = ratio * advantages
-    bounded = torch.minimum(free, ratio.clamp(1 - low, 1 + high) * advantages)
+    near = ratio.clamp(1 - low, 1 + high) * advantages
+    bounded = torch.minimum(free, near)
+
     if dual_clip is not None:
-        bounded = torch.where(advantages < 0, torch.maximum(bounded, dual_clip * advantages), bounded)
+        floor = dual_clip * advantages
+        bounded = torch.where(advantages < 0, torch.maximum(bounded, floor), bounded)
     return -bounded, bounded != free
 
 
 LOSSES: dict[str, PolicyLoss] = {
-    "ppo": PolicyLoss(ppo, "-min(r A, clip(r, 1 - {low:g}, 1 + {high:g}) A)"),
-    "gspo": PolicyLoss(
-        gspo, "-min(s A, clip(s, 1 - {low:g}, 1 + {high:g}) A) [s = exp(mean of log r over the sample)]"
+    "ppo": PolicyLoss(
+        fn=ppo,
+        formula="-min(r A, clip(r, 1 - {low:g}, 1 + {high:g}) A)",
     ),
-    "cispo": PolicyLoss(cispo, "-sg(min(r, {high:g})) A logprob"),
+    "gspo": PolicyLoss(
+        fn=gspo,
+        formula="-min(s A, clip(s, 1 - {low:g}, 1 + {high:g}) A)",
+        where=("s", "exp(mean of log r over the sample)"),
+    ),
+    "cispo": PolicyLoss(
+        fn=cispo,
+        formula="-sg(min(r, {high:g})) A logprob",
+    ),
 }

@@ -15,5 +15,11 @@ def pass_at_k(scores: Sequence[float], k: int) -> float:
     n = len(scores)
     if not 1 <= k <= n:
         raise ValueError(f"pass@{k} of {n} samples: k must be between 1 and the number of samples")
-    # C(i, k-1) of the k-subsets have the score at index i as their maximum: the others come from the i below it.
-    return sum(score * (comb(i, k - 1) / comb(n, k)) for i, score in enumerate(sorted(scores)))
+
+    subsets = comb(n, k)
+    terms = []
+    for below, score in enumerate(sorted(scores)):
+        # The score is the maximum of the k-subsets whose other k - 1 members come from the ones below it.
+        share = comb(below, k - 1) / subsets
+        terms.append(score * share)
+    return sum(terms)

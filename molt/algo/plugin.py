@@ -1,7 +1,7 @@
 """An estimator or a policy loss by its name: a row of a table, or `FILE.py:function` of the user's.
 
-A function of the user's is called once on a few numbers when it is loaded, and what it returns is checked at every
-call: a wrong shape would be broadcast, and a NaN would reach the weights.
+A function of the user's is called once on a few numbers when it is loaded, and its result is checked at
+every call: a wrong shape would be broadcast, and a NaN would reach the weights.
 """
 
 import inspect
@@ -21,118 +21,213 @@ from molt.errors import ConfigError, did_you_mean
 from molt.user_module import load_module
 
 NEEDS = ("ref_logprobs", "values")
-GROUP, TOKEN = "def f(rewards, groups, ctx)", "def f(reward, mask, *, kl, values, gamma, lam)"
+"""What a token estimator of the user's may ask for in `needs`."""
+GROUP = "def f(rewards, groups, ctx)"
+TOKEN = "def f(reward, mask, *, kl, values, gamma, lam)"
 LOSS = "def f(logprobs, old_logprobs, advantages, mask, *, low, high, dual_clip)"
 
 
 @dataclass(frozen=True)
 class UserFunction:
-    """What the setting `flag` names."""
+    """The function that the setting `flag` names, with its result checked."""
 
     flag: str
     name: str
     function: Callable[..., Any]
 
-    def error(self, wrong: str, fix: str) -> ConfigError:
-        return ConfigError(f"`{self.flag}` (={self.name}) {wrong}, so nothing can be trained with it. {fix}.")
+    def error(self, problem: str, fix: str) -> ConfigError:
+        return ConfigError(f"`{self.flag}` (={self.name}) {problem}, so nothing can be trained with it. {fix}.")
 
     @property
     def formula(self) -> str:
-        return str(getattr(self.function, "formula", self.name.rpartition(":")[2]))
+        _, _, function_name = self.name.rpartition(":")
+        return str(getattr(self.function, "formula", function_name))
 
     def takes(self, *args: Any, **kwargs: Any) -> bool:
+        """Whether the function can be called with these arguments."""
         try:
             inspect.signature(self.function).bind(*args, **kwargs)
         except (TypeError, ValueError):  # ValueError: a function of C has no signature
             return False
         return True
 
-    def __call__(self, like: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """What it returns. Raises `ConfigError` unless those are finite floats of the shape of `like`."""
+    def call(self, shape: torch.Size, *args: Any, **kwargs: Any) -> Tensor:
+        """Its result. Raises `ConfigError` unless it is a tensor of finite floats of this shape."""
         try:
-            found = self.function(*args, **kwargs)
+            result = self.function(*args, **kwargs)
         except Exception as error:  # the user's function may raise anything
             raise self.error(f"raises {error!r}", "Call it on small tensors to see the traceback") from error
-        is_tensor = isinstance(found, Tensor)
-        if not is_tensor or not found.is_floating_point() or found.shape != like.shape:
-            what = f"{found.dtype} of shape {list(found.shape)}" if is_tensor else type(found).__name__
-            raise self.error(f"returns {what}", f"Return a tensor of floats of shape {list(like.shape)}")
-        if wrong := int((~found.isfinite()).sum()):
-            raise self.error(f"returns NaN or infinity for {wrong} of {found.numel()}", "Look for a division by 0")
-        return found
+
+        floats = f"Return a tensor of floats of shape {list(shape)}"
+        if not isinstance(result, Tensor):
+            raise self.error(f"returns {type(result).__name__}", floats)
+        if not result.is_floating_point() or result.shape != shape:
+            raise self.error(f"returns {result.dtype} of shape {list(result.shape)}", floats)
+
+        not_finite = int((~result.isfinite()).sum())
+        if not_finite:
+            raise self.error(
+                f"returns NaN or infinity for {not_finite} of {result.numel()}",
+                "Look for a division by 0",
+            )
+        return result
 
 
 def load_estimator(name: str) -> Estimator:
-    """A row of `ADVANTAGES`, or `FILE.py:function`. Raises `ConfigError` with what is wrong and the fix.
+    """A row of `ADVANTAGES`, or `FILE.py:function`. Raises `ConfigError` with the problem and the fix.
 
-    A function like `GROUP` is a group estimator, one like `TOKEN` a token estimator; what they are given and return is
-    in `Estimator`. Attributes that it may have: `whiten` (default False), `formula` (a text for the header) and, of a
+    A function like `GROUP` is a group estimator, one like `TOKEN` a token estimator; `Estimator` has their arguments
+    and results. Attributes that it may have: `whiten` (default False), `formula` (a text for the header) and, of a
     token estimator, `needs` (some of `NEEDS`).
     """
-    return ADVANTAGES[name] if name in ADVANTAGES else _user_estimator(name)
+    if name in ADVANTAGES:
+        return ADVANTAGES[name]
+    return _user_estimator(name)
 
 
 @cache
 def _user_estimator(name: str) -> Estimator:
     user = _load("algo.advantage.estimator", name, ADVANTAGES)
+
     # The second group has equal rewards: a division by their deviation shows.
-    rewards, groups = torch.tensor([1.0, 0.0, 1.0, 1.0], dtype=torch.float64), torch.tensor([0, 0, 1, 1])
-    mask, half = torch.tensor([True, False, True, True]), rewards.new_full((4,), 0.5)
-    level, given, named = "group", (rewards, groups, GroupContext(rewards.clone(), groups + 1, ~mask)), {}
-    if not user.takes(*given):
-        level, given, named = "token", (1.0, mask), {"kl": half, "values": half.clone(), "gamma": 1.0, "lam": 1.0}
-    if not user.takes(*given, **named):
-        raise user.error("takes other arguments than it would get", f"Write `{GROUP}` or, by token, `{TOKEN}`")
-    needs, known = getattr(user.function, "needs", ()), NEEDS if level == "token" else ()
+    rewards = torch.tensor([1.0, 0.0, 1.0, 1.0], dtype=torch.float64)
+    groups = torch.tensor([0, 0, 1, 1])
+    mask = torch.tensor([True, False, True, True])
+    context = GroupContext(scores=rewards.clone(), lengths=groups + 1, truncated=~mask)
+    if user.takes(rewards, groups, context):
+        estimator = _group_estimator(user)
+        estimator.fn(rewards, groups, context)
+        return estimator
+
+    per_token = {
+        "kl": rewards.new_full((4,), 0.5),
+        "values": rewards.new_full((4,), 0.5),
+        "gamma": 1.0,
+        "lam": 1.0,
+    }
+    if user.takes(1.0, mask, **per_token):
+        estimator = _token_estimator(user)
+        estimator.fn(1.0, mask, **per_token)
+        return estimator
+
+    raise user.error("takes other arguments than it would get", f"Write `{GROUP}` or, by token, `{TOKEN}`")
+
+
+def _group_estimator(user: UserFunction) -> Estimator:
+    def fn(rewards: Tensor, groups: Tensor, ctx: GroupContext | None = None) -> Tensor:
+        return user.call(rewards.shape, rewards, groups, ctx).double()
+
+    return Estimator(
+        level="group",
+        whiten=getattr(user.function, "whiten", False),
+        fn=fn,
+        formula=user.formula,
+        needs=_needs(user, level="group", known=()),
+    )
+
+
+def _token_estimator(user: UserFunction) -> Estimator:
+    def fn(reward: float, mask: Tensor, *, kl: Tensor, values: Tensor, gamma: float, lam: float) -> Tensor:
+        result = user.call(mask.shape, reward, mask, kl=kl, values=values, gamma=gamma, lam=lam)
+        return torch.where(mask, result, 0.0).float()
+
+    return Estimator(
+        level="token",
+        whiten=getattr(user.function, "whiten", False),
+        fn=fn,
+        formula=user.formula,
+        needs=_needs(user, level="token", known=NEEDS),
+    )
+
+
+def _needs(user: UserFunction, *, level: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    needs = getattr(user.function, "needs", ())
     if not isinstance(needs, tuple | list) or not set(needs) <= set(known):
         raise user.error(f"needs {needs!r}", f"A {level} estimator may have `needs` out of {known}")
-
-    def by_group(rewards: Tensor, groups: Tensor, ctx: GroupContext | None = None) -> Tensor:
-        return user(rewards, rewards, groups, ctx).double()
-
-    def by_token(reward: float, mask: Tensor, **scalars: Any) -> Tensor:
-        return torch.where(mask, user(mask, reward, mask, **scalars), 0.0).float()
-
-    fn = by_group if level == "group" else by_token
-    fn(*given, **named)
-    return Estimator(level, getattr(user.function, "whiten", False), fn, user.formula, tuple(needs))
+    return tuple(needs)
 
 
 def load_loss(name: str) -> PolicyLoss:
-    """A row of `LOSSES`, or `FILE.py:function` like `LOSS`. Raises `ConfigError` with what is wrong and the fix.
+    """A row of `LOSSES`, or `FILE.py:function` like `LOSS`. Raises `ConfigError` with the problem and the fix.
 
     The function returns the loss of every token, of the shape [B, T] of `logprobs` and with a gradient to them. It may
     have the attribute `formula` (a text for the header). None of its tokens counts as clipped.
     """
-    return LOSSES[name] if name in LOSSES else _user_loss(name)
+    if name in LOSSES:
+        return LOSSES[name]
+    return _user_loss(name)
 
 
 @cache
 def _user_loss(name: str) -> PolicyLoss:
     user = _load("algo.loss", name, LOSSES)
-    logprobs = torch.tensor([[-0.5, -1.0, 0.0, -2.0], [-0.1, -3.0, -1.5, 0.0]], requires_grad=True)
-    old, advantages = logprobs.detach() - 0.05, torch.tensor([[1.0, 1.0, 0.0, 1.0], [-0.5, -0.5, -0.5, 0.0]])
-    given, scalars = (logprobs, old, advantages, advantages != 0), {"low": 0.2, "high": 0.2, "dual_clip": None}
-    if not user.takes(*given, **scalars):
-        raise user.error("takes other arguments than it would get", f"Write `{LOSS}`; `**_` will do for the last three")
 
     def fn(
-        logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, segments: Tensor, **scalars: Any
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        segments: Tensor,
+        *,
+        low: float,
+        high: float,
+        dual_clip: float | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return user(logprobs, logprobs, old, advantages, mask, **scalars), torch.zeros_like(mask)
+        loss = user.call(
+            logprobs.shape,
+            logprobs,
+            old_logprobs,
+            advantages,
+            mask,
+            low=low,
+            high=high,
+            dual_clip=dual_clip,
+        )
+        nothing_clipped = torch.zeros_like(mask)
+        return loss, nothing_clipped
 
-    loss, _ = fn(*given, segments=torch.tensor([[0] * 4, [1] * 4]), **scalars)
-    gradient = torch.autograd.grad(loss.sum(), logprobs, allow_unused=True)[0] if loss.requires_grad else None
-    size = 0.0 if gradient is None else float(gradient.abs().sum())
+    _try_loss(user, fn)
+    # The header formats it with the bounds: braces of the user's are text.
+    formula = user.formula.replace("{", "{{").replace("}", "}}")
+    return PolicyLoss(fn, formula)
+
+
+def _try_loss(user: UserFunction, fn: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    """Raise `ConfigError` unless the function takes these arguments and gives logprobs a gradient."""
+    logprobs = torch.tensor(
+        [[-0.5, -1.0, 0.0, -2.0], [-0.1, -3.0, -1.5, 0.0]],
+        requires_grad=True,
+    )
+    old_logprobs = logprobs.detach() - 0.05
+    advantages = torch.tensor([[1.0, 1.0, 0.0, 1.0], [-0.5, -0.5, -0.5, 0.0]])
+    mask = advantages != 0
+    segments = torch.tensor([[0, 0, 0, 0], [1, 1, 1, 1]])
+    scalars = {"low": 0.2, "high": 0.2, "dual_clip": None}
+    if not user.takes(logprobs, old_logprobs, advantages, mask, **scalars):
+        raise user.error("takes other arguments than it would get", f"Write `{LOSS}`; `**_` will do for the last three")
+
+    loss, _ = fn(logprobs, old_logprobs, advantages, mask, segments, **scalars)
+    size = _gradient_size(loss, logprobs)
     if not 0 < size < inf:
         raise user.error(f"gives logprobs a gradient of size {size}", "Use them without detach() and without 0 / 0")
-    return PolicyLoss(fn, user.formula.replace("{", "{{").replace("}", "}}"))
+
+
+def _gradient_size(loss: Tensor, logprobs: Tensor) -> float:
+    """The 1-norm of the gradient; 0 where there is none."""
+    if not loss.requires_grad:
+        return 0.0
+    (gradient,) = torch.autograd.grad(loss.sum(), logprobs, allow_unused=True)
+    if gradient is None:
+        return 0.0
+    return float(gradient.abs().sum())
 
 
 def absolute(name: str) -> str:
-    """The same name in a process that started elsewhere."""
+    """The same name for a process that started in another directory."""
     path, _, function = name.rpartition(":")
-    return f"{Path(path).resolve()}:{function}" if path else name
+    if not path:
+        return name
+    return f"{Path(path).resolve()}:{function}"
 
 
 def _load(flag: str, name: str, known: Iterable[str]) -> UserFunction:
@@ -142,8 +237,10 @@ def _load(flag: str, name: str, known: Iterable[str]) -> UserFunction:
             f"`{flag}` (={name}) is none of molt's, so nothing was started.{did_you_mean(name, known)} "
             f"Use one of: {', '.join(known)}, or your own as FILE.py:function."
         )
-    found = {key: value for key, value in vars(load_module(path, flag)).items() if callable(value)}
-    if function not in found:
-        near = did_you_mean(function, found)
+
+    module = load_module(path, flag)
+    functions = {key: value for key, value in vars(module).items() if callable(value)}
+    if function not in functions:
+        near = did_you_mean(function, functions)
         raise ConfigError(f"`{flag}` (={name}) names no function of {path}, so nothing was started.{near} Correct it.")
-    return UserFunction(flag, name, found[function])
+    return UserFunction(flag, name, functions[function])

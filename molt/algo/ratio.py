@@ -1,6 +1,5 @@
-"""The log-ratio that losses, KL and importance corrections start from, and what becomes of it per sample."""
+"""The log-ratio that losses, KL and importance corrections start from, and its sum or mean over a sample."""
 
-import torch
 from torch import Tensor
 
 from molt.errors import TrainingError
@@ -12,7 +11,8 @@ BOUND = 30.0
 def refuse_nan(**tensors: Tensor) -> None:
     """Raise `TrainingError` naming the first of `tensors` that holds a NaN."""
     for name, tensor in tensors.items():
-        if count := int(tensor.isnan().sum()):
+        count = int(tensor.isnan().sum())
+        if count:
             raise TrainingError(
                 f"{name} holds {count} NaN in {tensor.numel()} tokens: the loss would be NaN and the step would "
                 "destroy the weights. Look for an overflow in the forward pass, or use float32."
@@ -32,13 +32,26 @@ def log_ratio(**pair: Tensor) -> Tensor:
     return ratio.clamp(-BOUND, BOUND)
 
 
-def of_sample(values: Tensor, mask: Tensor, segments: Tensor, *, mean: bool) -> Tensor:
-    """Sum or mean of `values` over the trained tokens of each token's sample.
+def sum_of_sample(values: Tensor, mask: Tensor, segments: Tensor) -> Tensor:
+    """Sum of `values` over the trained tokens of each token's sample.
 
     values: float [...], one entry per token. mask: bool [...]. segments: int64 [...], the sample of each token,
     from 0. Returns float64 [...]; 0 in a sample without trained tokens.
     """
-    index, sums = segments.flatten(), values.new_zeros(2, int(segments.max()) + 1, dtype=torch.float64)
-    both = torch.stack([values.double() * mask, mask.double()]).flatten(1)
-    total, count = sums.index_add_(1, index, both)
-    return (total / count.clamp(min=1) if mean else total)[segments]
+    total = _per_sample(values.double() * mask, segments)
+    return total[segments]
+
+
+def mean_of_sample(values: Tensor, mask: Tensor, segments: Tensor) -> Tensor:
+    """Mean of `values` over the trained tokens of each token's sample. Shapes as in `sum_of_sample`."""
+    total = _per_sample(values.double() * mask, segments)
+    count = _per_sample(mask.double(), segments)
+    mean = total / count.clamp(min=1)
+    return mean[segments]
+
+
+def _per_sample(values: Tensor, segments: Tensor) -> Tensor:
+    """float64 [...] per token to its sum, float64 [S], per sample."""
+    samples = int(segments.max()) + 1
+    sums = values.new_zeros(samples)
+    return sums.index_add_(0, segments.flatten(), values.flatten())

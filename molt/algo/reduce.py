@@ -6,34 +6,70 @@ ranks and packs.
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 
 
-def _of_prompts(trained: Sequence[int], groups: Sequence[Hashable], max_len: int | None) -> list[int]:
-    tokens = Counter()
-    for label, n in zip(groups, trained, strict=True):
-        tokens[label] += n
-    return [sum(n > 0 for n in tokens.values()) * tokens[label] for label in groups]
+@dataclass(frozen=True)
+class StepCounts:
+    """What the weights are computed from: the samples of one optimizer step, over all ranks."""
+
+    trained_tokens: Sequence[int]
+    """[S] trained tokens per sample."""
+    groups: Sequence[Hashable] | None
+    """[S] any labels."""
+    max_len: int | None
+    """Tokens of the context."""
+
+    @property
+    def samples(self) -> int:
+        """Samples that have a trained token."""
+        return sum(1 for tokens in self.trained_tokens if tokens > 0)
 
 
-def _samples(trained: Sequence[int]) -> int:
-    return sum(n > 0 for n in trained)
+def _token_mean(counts: StepCounts) -> list[int]:
+    total = sum(counts.trained_tokens)
+    return [total for _ in counts.trained_tokens]
 
 
-AGGREGATIONS: dict[str, Callable[..., list[int]]] = {
-    "token-mean": lambda trained, groups, max_len: [sum(trained)] * len(trained),
-    "seq-mean-token-mean": lambda trained, groups, max_len: [_samples(trained) * n for n in trained],
-    "prompt-mean-token-mean": _of_prompts,
-    "seq-mean-token-sum-norm": lambda trained, groups, max_len: [_samples(trained) * max_len] * len(trained),
+def _seq_mean_token_mean(counts: StepCounts) -> list[int]:
+    samples = counts.samples
+    return [samples * tokens for tokens in counts.trained_tokens]
+
+
+def _prompt_mean_token_mean(counts: StepCounts) -> list[int]:
+    if counts.groups is None:
+        raise ValueError("prompt-mean-token-mean without groups: its weights are 1 / (G tokens_g). Pass groups.")
+    tokens_of: Counter[Hashable] = Counter()
+    for group, tokens in zip(counts.groups, counts.trained_tokens, strict=True):
+        tokens_of[group] += tokens
+
+    trained_groups = sum(1 for tokens in tokens_of.values() if tokens > 0)
+    return [trained_groups * tokens_of[group] for group in counts.groups]
+
+
+def _seq_mean_token_sum_norm(counts: StepCounts) -> list[int]:
+    if counts.max_len is None:
+        raise ValueError("seq-mean-token-sum-norm without max_len: its weights are 1 / (S max_len). Pass max_len.")
+    samples = counts.samples
+    return [samples * counts.max_len for _ in counts.trained_tokens]
+
+
+@dataclass(frozen=True)
+class Aggregation:
+    """One way to weigh the trained tokens of an optimizer step."""
+
+    denominators: Callable[[StepCounts], list[int]]
+    """[S]: the weight of a trained token of sample s is 1 over entry s."""
+    formula: str
+    """The weight of a trained token, for the header of a run."""
+
+
+AGGREGATIONS: dict[str, Aggregation] = {
+    "token-mean": Aggregation(_token_mean, "1/N"),
+    "seq-mean-token-mean": Aggregation(_seq_mean_token_mean, "1/(S len_s)"),
+    "prompt-mean-token-mean": Aggregation(_prompt_mean_token_mean, "1/(G tokens_g)"),
+    "seq-mean-token-sum-norm": Aggregation(_seq_mean_token_sum_norm, "1/(S max_len)"),
 }
-"""`(trained tokens [S], groups [S], max_len) -> denominators [S]` of the weights."""
-
-FORMULAS = {
-    "token-mean": "1/N",
-    "seq-mean-token-mean": "1/(S len_s)",
-    "prompt-mean-token-mean": "1/(G tokens_g)",
-    "seq-mean-token-sum-norm": "1/(S max_len)",
-}
-"""The weight of a trained token, for the header of a run."""
 
 
 def token_weights(
@@ -55,5 +91,10 @@ def token_weights(
     Source: token-mean, DAPO, arXiv 2503.14476; seq-mean-token-mean, GRPO, arXiv 2402.03300; seq-mean-token-sum-norm,
     Dr. GRPO, arXiv 2503.20783.
     """
-    denominators = AGGREGATIONS[mode](trained_tokens, groups, max_len)
-    return [1 / d if n else 0.0 for n, d in zip(trained_tokens, denominators, strict=True)]
+    counts = StepCounts(trained_tokens, groups, max_len)
+    denominators = AGGREGATIONS[mode].denominators(counts)
+
+    weights = []
+    for tokens, denominator in zip(trained_tokens, denominators, strict=True):
+        weights.append(1 / denominator if tokens else 0.0)
+    return weights

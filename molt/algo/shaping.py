@@ -22,10 +22,17 @@ def shape_reward(
     Source: overlong, DAPO, arXiv 2503.14476.
     """
     if overlong_buffer_len is not None:
-        over = min(max(peak - (max_len - overlong_buffer_len), 0), overlong_buffer_len)
+        into_buffer = peak - (max_len - overlong_buffer_len)
+        over = min(max(into_buffer, 0), overlong_buffer_len)
         reward -= overlong_penalty_factor * over / overlong_buffer_len
     elif truncated and stop_properly_penalty_coef is not None:
-        coef = stop_properly_penalty_coef
-        reward = coef if coef < 0 else reward * coef
+        reward = _stopped_by_a_limit(reward, stop_properly_penalty_coef)
+
     low, high = clip_range
     return min(max(reward, low), high)
+
+
+def _stopped_by_a_limit(reward: float, coef: float) -> float:
+    if coef < 0:
+        return coef
+    return reward * coef

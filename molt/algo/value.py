@@ -14,10 +14,16 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
     Source: arXiv 1707.06347 and its code (openai/baselines, ppo2).
     """
     refuse_nan(values=values, old_values=old_values, returns=returns)
-    old_values, returns = old_values.detach(), returns.detach()
+    old_values = old_values.detach()
+    returns = returns.detach()
+
+    near_old = old_values + (values - old_values).clamp(-clip, clip)
     free = (values - returns).square()
-    bounded = (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
-    return 0.5 * torch.maximum(free, bounded), bounded > free
+    bounded = (near_old - returns).square()
+
+    loss = 0.5 * torch.maximum(free, bounded)
+    clipped = bounded > free
+    return loss, clipped
 
 
 def variance_sums(returns: Tensor, values: Tensor, mask: Tensor) -> Tensor:
@@ -25,9 +31,20 @@ def variance_sums(returns: Tensor, values: Tensor, mask: Tensor) -> Tensor:
 
     returns, values: float [...]. mask: bool [...]. Returns float64 [5].
     """
-    returns, values = returns[mask].detach().double(), values[mask].detach().double()
+    returns = returns[mask].detach().double()
+    values = values[mask].detach().double()
     err = returns - values
-    return torch.stack([mask.sum().double(), returns.sum(), returns.square().sum(), err.sum(), err.square().sum()])
+
+    n = mask.sum().double()
+    return torch.stack(
+        [
+            n,
+            returns.sum(),
+            returns.square().sum(),
+            err.sum(),
+            err.square().sum(),
+        ]
+    )
 
 
 def explained_variance(sums: Tensor) -> float:
@@ -36,7 +53,10 @@ def explained_variance(sums: Tensor) -> float:
     sums: float64 [5], `variance_sums` added over the training batch.
     """
     n, ret, ret_square, err, err_square = sums.tolist()
-    variance = ret_square - ret**2 / max(n, 1)
-    if variance <= 1e-12 * ret_square:  # equal returns leave a rounding error
+    # Both times n: the quotient is the same.
+    ret_variance = ret_square - ret**2 / max(n, 1)
+    if ret_variance <= 1e-12 * ret_square:  # equal returns leave a rounding error
         return 0.0
-    return 1 - (err_square - err**2 / n) / variance
+
+    err_variance = err_square - err**2 / n
+    return 1 - err_variance / ret_variance

@@ -18,33 +18,32 @@ class Batch:
     """One micro-batch of S sequences, laid out as [B, T]."""
 
     token_ids: Tensor
-    """int64 `[B, T]`, `pad_id` in padding."""
+    """int64 [B, T], `pad_id` in padding."""
     position_ids: Tensor
-    """int64 `[B, T]`, from 0 in every sequence."""
+    """int64 [B, T], from 0 in every sequence."""
     cu_seqlens: Tensor | None
-    """int32 `[S + 1]`, where sequences start and end in the row; None when not packed."""
+    """int32 [S + 1], where sequences start and end in the row; None when not packed."""
     max_seqlen: int
     """Tokens of the longest sequence."""
     real: Tensor
-    """bool `[B, T]`, False in padding."""
+    """bool [B, T], False in padding."""
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each sequence, `[S]`."""
-        counts = self.real.sum(1) if self.cu_seqlens is None else self.cu_seqlens.diff()
-        return counts.tolist()
+        """[S] tokens of each sequence."""
+        if self.cu_seqlens is None:
+            return self.real.sum(1).tolist()
+        return self.cu_seqlens.diff().tolist()
 
     @property
     def segments(self) -> Tensor:
-        """int64 `[B, T]`, which of the S sequences a cell belongs to; padding belongs to its row's."""
+        """int64 [B, T], which of the S sequences a cell belongs to; padding belongs to its row's."""
         if self.cu_seqlens is None:
-            return torch.arange(len(self.real))[:, None].expand_as(self.real)
-        return torch.arange(len(self.cu_seqlens) - 1).repeat_interleave(self.cu_seqlens.diff())[None]
-
-
-def _tensor(array: np.ndarray | Tensor) -> Tensor:
-    # A copy: arrays from Ray's object store are read-only, which torch.as_tensor warns about.
-    return array if isinstance(array, Tensor) else torch.tensor(array)
+            rows = torch.arange(len(self.real))
+            return rows[:, None].expand_as(self.real)
+        lengths = self.cu_seqlens.diff()
+        sequences = torch.arange(len(lengths))
+        return sequences.repeat_interleave(lengths)[None]
 
 
 def collate(sequences: Sequence[np.ndarray | Tensor], *, packed: bool, pad_id: int = 0) -> Batch:
@@ -56,16 +55,44 @@ def collate(sequences: Sequence[np.ndarray | Tensor], *, packed: bool, pad_id: i
     lengths = [len(sequence) for sequence in sequences]
     if not lengths or min(lengths) == 0:
         raise ValueError(f"sequences of {lengths} tokens: a forward needs at least one, and none may be empty")
-    longest = max(lengths)
-    positions = torch.arange(longest)
-    filled = positions < torch.tensor(lengths)[:, None]
+
     tokens = torch.cat([_tensor(sequence) for sequence in sequences]).long()
     if packed:
-        cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
-        positions = positions.expand_as(filled)[filled][None]
-        return Batch(tokens[None], positions, cu_seqlens, longest, torch.ones_like(positions, dtype=torch.bool))
-    token_ids = torch.full(filled.shape, pad_id).masked_scatter(filled, tokens)
-    return Batch(token_ids, positions.repeat(len(lengths), 1), None, longest, filled)
+        return _packed(tokens, lengths)
+    return _padded(tokens, lengths, pad_id)
+
+
+def _packed(tokens: Tensor, lengths: list[int]) -> Batch:
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+    return Batch(
+        token_ids=tokens[None],
+        position_ids=positions[None],
+        cu_seqlens=cu_seqlens,
+        max_seqlen=max(lengths),
+        real=torch.ones(1, len(tokens), dtype=torch.bool),
+    )
+
+
+def _padded(tokens: Tensor, lengths: list[int], pad_id: int) -> Batch:
+    longest = max(lengths)
+    positions = torch.arange(longest)
+    real = positions < torch.tensor(lengths)[:, None]
+    padding = torch.full(real.shape, pad_id)
+    return Batch(
+        token_ids=padding.masked_scatter(real, tokens),
+        position_ids=positions.repeat(len(lengths), 1),
+        cu_seqlens=None,
+        max_seqlen=longest,
+        real=real,
+    )
+
+
+def _tensor(array: np.ndarray | Tensor) -> Tensor:
+    if isinstance(array, Tensor):
+        return array
+    # A copy: arrays from Ray's object store are read-only, which torch.as_tensor warns about.
+    return torch.tensor(array)
 
 
 def scatter(batch: Batch, arrays: Sequence[np.ndarray | Tensor]) -> Tensor:
@@ -77,10 +104,13 @@ def scatter(batch: Batch, arrays: Sequence[np.ndarray | Tensor]) -> Tensor:
     lengths = [len(array) for array in arrays]
     if lengths != batch.lengths:
         raise ValueError(f"arrays of {lengths} entries for sequences of {batch.lengths} tokens: not aligned")
+
     values = torch.cat([_tensor(array) for array in arrays])
-    return values.new_zeros(batch.real.shape).masked_scatter(batch.real, values)
+    zeros = values.new_zeros(batch.real.shape)
+    return zeros.masked_scatter(batch.real, values)
 
 
 def gather(batch: Batch, values: Tensor) -> list[Tensor]:
     """Inverse of `scatter`: [B, T] to one [T_i] per sequence, padding removed; gradients flow."""
-    return list(values[batch.real].split(batch.lengths))
+    tokens = values[batch.real]
+    return list(tokens.split(batch.lengths))

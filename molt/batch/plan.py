@@ -1,4 +1,4 @@
-"""A training batch → which rank runs which sample, in which micro-batch of which optimizer step.
+"""A training batch to the plan of its optimizer steps: which rank runs which sample, in which micro-batch.
 
 Pure, on the driver, from the light records alone: rewards and token counts are enough to compute
 group advantages and token weights; the arrays are fetched by the rank that trains on them.
@@ -6,6 +6,7 @@ group advantages and token weights; the arrays are fetched by the rank that trai
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,14 +16,23 @@ from molt.algo.reduce import token_weights
 from molt.algo.shaping import shape_reward
 from molt.batch.partition import micro_batches, partition
 from molt.config import RewardConfig
-from molt.types import RolloutInfo
+from molt.types import InfraFailure, RolloutInfo, SampleInfo
 
 Groups = Sequence[Sequence[RolloutInfo]]
 
-Place = tuple[int, int, int]
-"""Of a sample in the training batch: its group, the rollout in the group, the segment in the rollout."""
+
+class Place(NamedTuple):
+    """Where a sample is in the training batch."""
+
+    group: int
+    rollout: int
+    """In its group."""
+    segment: int
+    """In its rollout."""
+
+
 Scores = dict[Place, np.ndarray]
-"""One float32 `[T]` per sample: what a model says of its tokens."""
+"""One float32 [T] per sample: values or log-probs of its tokens, from a model that is not the policy."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +47,7 @@ class SampleTask:
     weight: float
     """Weight of each trained token in the loss of its optimizer step."""
     share: float = 0.0
-    """Weight of the sample as a whole: 1 / samples of its optimizer step."""
+    """Weight of the sample: 1 / samples of its optimizer step."""
 
 
 RankPlan = list[list[list[SampleTask]]]
@@ -46,35 +56,63 @@ RankPlan = list[list[list[SampleTask]]]
 
 def shaped_rewards(groups: Groups, config: RewardConfig, max_len: int) -> list[list[float]]:
     """The reward of every rollout after `shape_reward`, by group."""
-    return [
-        [
-            shape_reward(
-                rollout.reward,
-                peak=max((sample.tokens for sample in rollout.samples), default=0),
-                truncated=rollout.truncated,
-                max_len=max_len,
-                **vars(config),
-            )
-            for rollout in rollouts
-        ]
-        for rollouts in groups
-    ]
+    rewards = []
+    for rollouts in groups:
+        rewards.append([_shaped_reward(rollout, config, max_len) for rollout in rollouts])
+    return rewards
+
+
+def _shaped_reward(rollout: RolloutInfo, config: RewardConfig, max_len: int) -> float:
+    longest_segment = max((sample.tokens for sample in rollout.samples), default=0)
+    return shape_reward(
+        rollout.reward,
+        peak=longest_segment,
+        truncated=rollout.truncated,
+        max_len=max_len,
+        clip_range=config.clip_range,
+        overlong_buffer_len=config.overlong_buffer_len,
+        overlong_penalty_factor=config.overlong_penalty_factor,
+        stop_properly_penalty_coef=config.stop_properly_penalty_coef,
+    )
 
 
 def advantages(groups: Groups, rewards: list[list[float]], estimator: Estimator) -> list[list[float | None]]:
     """Advantages of a group estimator from shaped rewards, by group; None for a token estimator, which runs later."""
     if estimator.level == "token":
-        return [[None] * len(of_group) for of_group in rewards]
-    flat = [rollout for rollouts in groups for rollout in rollouts]
+        return [[None] * len(group_rewards) for group_rewards in rewards]
+
+    rollouts: list[RolloutInfo] = []
+    flat_rewards: list[float] = []
+    labels: list[int] = []
+    for label, group in enumerate(groups):
+        rollouts.extend(group)
+        flat_rewards.extend(rewards[label])
+        labels.extend(label for _ in group)
+
     context = GroupContext(
-        scores=torch.tensor([r.outcome.score for r in flat], dtype=torch.float64),
-        lengths=torch.tensor([r.generated_tokens for r in flat]),
-        truncated=torch.tensor([r.truncated for r in flat]),
+        scores=torch.tensor([_score(rollout) for rollout in rollouts], dtype=torch.float64),
+        lengths=torch.tensor([rollout.generated_tokens for rollout in rollouts]),
+        truncated=torch.tensor([rollout.truncated for rollout in rollouts]),
     )
-    values = torch.tensor([reward for of_group in rewards for reward in of_group], dtype=torch.float64)
-    labels = torch.tensor([index for index, of_group in enumerate(rewards) for _ in of_group])
-    found = iter(estimator.fn(values, labels, context).tolist())
-    return [[next(found) for _ in of_group] for of_group in rewards]
+    flat = estimator.fn(
+        torch.tensor(flat_rewards, dtype=torch.float64),
+        torch.tensor(labels),
+        context,
+    )
+
+    by_group: list[list[float | None]] = [[] for _ in groups]
+    for label, advantage in zip(labels, flat.tolist(), strict=True):
+        by_group[label].append(advantage)
+    return by_group
+
+
+def _score(rollout: RolloutInfo) -> float:
+    if isinstance(rollout.outcome, InfraFailure):
+        raise ValueError(
+            f"rollout {rollout.index} of group {rollout.group_id} failed ({rollout.outcome.reason}): it has no score, "
+            "and a group with it has no baseline. Train groups of finished rollouts only."
+        )
+    return rollout.outcome.score
 
 
 def plan_batch(
@@ -97,24 +135,66 @@ def plan_batch(
     """
     plans: list[RankPlan] = [[] for _ in range(ranks)]
     for start in range(0, len(groups), groups_per_step):
-        found = [
-            ((g, r, s), info)
-            for g in range(start, min(start + groups_per_step, len(groups)))
-            for r, rollout in enumerate(groups[g])
-            for s, info in enumerate(rollout.samples)
-            if info.trained_tokens
-        ]
-        if not found:
+        stop = min(start + groups_per_step, len(groups))
+        samples = _trained_samples(groups, range(start, stop))
+        if not samples:
             continue
-        lengths = [info.tokens for _, info in found]
-        trained, labels = [info.trained_tokens for _, info in found], [g for (g, _, _), _ in found]
-        weights = token_weights(trained, labels, mode=aggregation, max_len=max_len)
-        tasks = [
-            SampleTask((g, r, s), rewards[g][r], group_advantages[g][r], weight, 1 / len(found))
-            for ((g, r, s), _), weight in zip(found, weights, strict=True)
-        ]
-        shares = partition(lengths, ranks)
-        step = micro_batches(shares, lengths, size=micro_batch_size, max_tokens=max_tokens, packed=packed)
-        for rank, batches in enumerate(step):
-            plans[rank].append([[tasks[i] for i in batch] for batch in batches])
+
+        tasks = _tasks(samples, rewards, group_advantages, aggregation, max_len)
+        lengths = [sample.tokens for sample in samples.values()]
+        step = micro_batches(
+            partition(lengths, ranks),
+            lengths,
+            size=micro_batch_size,
+            max_tokens=max_tokens,
+            packed=packed,
+        )
+        for plan, batches in zip(plans, step, strict=True):
+            plan.append(_chosen_tasks(tasks, batches))
     return plans
+
+
+def _trained_samples(groups: Groups, chosen: range) -> dict[Place, SampleInfo]:
+    """The samples of the chosen groups that have a trained token, in order."""
+    samples = {}
+    for group in chosen:
+        for rollout, info in enumerate(groups[group]):
+            for segment, sample in enumerate(info.samples):
+                if sample.trained_tokens:
+                    samples[Place(group, rollout, segment)] = sample
+    return samples
+
+
+def _tasks(
+    samples: dict[Place, SampleInfo],
+    rewards: Sequence[Sequence[float]],
+    group_advantages: Sequence[Sequence[float | None]],
+    aggregation: str,
+    max_len: int,
+) -> list[SampleTask]:
+    """One task per sample of an optimizer step, in the order of `samples`."""
+    weights = token_weights(
+        [sample.trained_tokens for sample in samples.values()],
+        [place.group for place in samples],
+        mode=aggregation,
+        max_len=max_len,
+    )
+    tasks = []
+    for place, weight in zip(samples, weights, strict=True):
+        task = SampleTask(
+            at=place,
+            reward=rewards[place.group][place.rollout],
+            advantage=group_advantages[place.group][place.rollout],
+            weight=weight,
+            share=1 / len(samples),
+        )
+        tasks.append(task)
+    return tasks
+
+
+def _chosen_tasks(tasks: list[SampleTask], batches: list[list[int]]) -> list[list[SampleTask]]:
+    """Micro-batches of indices to micro-batches of tasks."""
+    chosen = []
+    for indices in batches:
+        chosen.append([tasks[index] for index in indices])
+    return chosen

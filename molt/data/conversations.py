@@ -1,9 +1,9 @@
 """Conversations with a loss mask, for SFT.
 
-The token ids are those of the whole conversation, rendered and tokenised once. The mask comes from the
+The token ids are those of the conversation, rendered and tokenised once. The mask comes from the
 template itself: an assistant turn is trained from the end of `render(messages before it, generation
-prompt)` to the end of the token that closes it (white space the template puts after it is not trained).
-So at inference the model is asked for exactly what it was trained on, and text that merely looks like an
+prompt)` to the end of the token that closes it (white space that the template puts after it is not trained).
+So at inference the model has to write exactly what it was trained on, and text that merely looks like an
 assistant's opener is never trained. `{% generation %}` markers in a template can only take away from that.
 
 A template that does not close its turns (GLM) ends them with the special token that opens the next
@@ -15,17 +15,20 @@ with the token that ends a turn).
 
 import re
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from molt.chat.render import ANSWER, render_text, require_template
 from molt.config_sft import SftDataConfig
-from molt.data.prompts import Message, as_messages, as_tools
+from molt.data.prompts import Message, as_messages, as_tools, require_value
 from molt.data.rows import DropReport, Row, Rows, require_column
 from molt.errors import DataError, UnusableRow
 
 MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-Span = tuple[int, int]
+TRAINED_FIELDS = ("content", "tool_calls", "reasoning_content")
+"""Where an assistant message may have something to learn."""
+Tools = list[dict[str, Any]] | None
 
 
 @dataclass(frozen=True)
@@ -33,12 +36,45 @@ class Conversation:
     """One training example of SFT."""
 
     token_ids: np.ndarray
-    """int32 `[T]`."""
+    """int32 [T]."""
     mask: np.ndarray
-    """bool `[T]`, True where the token enters the loss."""
+    """bool [T], True where the token enters the loss."""
 
 
-def build_conversations(rows: Rows, config: SftDataConfig, tokenizer) -> tuple[list[Conversation], DropReport]:
+class Span(NamedTuple):
+    """Characters `start` to `end` (exclusive) of the rendered text."""
+
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class _Rendered:
+    """A conversation as text, and where the trained turns are in it."""
+
+    text: str
+    turns: list[Span]
+    closed: bool
+    """Whether the template closes a turn that nothing follows."""
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """A conversation as T tokens."""
+
+    ids: np.ndarray
+    """int32 [T]."""
+    spans: np.ndarray
+    """int64 [T, 2], the characters of each token: start, end."""
+
+    def inside(self, span: Span) -> np.ndarray:
+        """bool [T]. A token that only partly belongs to a turn is one the model would never sample there."""
+        after_start = span.start <= self.spans[:, 0]
+        before_end = self.spans[:, 1] <= span.end
+        return after_start & before_end
+
+
+def build_conversations(rows: Rows, config: SftDataConfig, tokenizer: Any) -> tuple[list[Conversation], DropReport]:
     """Every usable row as a `Conversation`, and the account of the others.
 
     With `output_key` only the answer is trained; without it every assistant turn of the conversation, or
@@ -50,16 +86,21 @@ def build_conversations(rows: Rows, config: SftDataConfig, tokenizer) -> tuple[l
             f"the tokenizer of {tokenizer.name_or_path!r} is slow (no tokenizer.json): it does not say which "
             "characters a token covers, so no loss mask can be built. Save a fast tokenizer with the model."
         )
-    for flag in ("input_key", "output_key", "tools_key"):
-        if (column := getattr(config, flag)) is not None:
-            require_column(rows, column, f"data.{flag}", everywhere=flag != "tools_key")
-    specials = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    conversations, report = [], DropReport(len(rows))
+    require_column(rows, config.input_key, "data.input_key")
+    if config.output_key is not None:
+        require_column(rows, config.output_key, "data.output_key")
+    if config.tools_key is not None:
+        require_column(rows, config.tools_key, "data.tools_key", everywhere=False)
+
+    builder = _Builder(config, tokenizer)
+    conversations = []
+    report = DropReport(len(rows))
     for i in range(len(rows)):
         try:
-            conversations.append(_conversation(rows[i], config, tokenizer, specials))
+            conversations.append(builder.build(rows[i]))
         except UnusableRow as error:
             report.add(i, error)
+
     if not conversations:
         raise DataError(
             f"`data.input_key` (={config.input_key}): no row is left to train on: {report.message()} "
@@ -68,134 +109,213 @@ def build_conversations(rows: Rows, config: SftDataConfig, tokenizer) -> tuple[l
     return conversations, report
 
 
-def _conversation(row: Row, config: SftDataConfig, tokenizer, specials: set[int]) -> Conversation:
-    messages, first = _messages(row, config)
-    tools = as_tools(row.get(config.tools_key), config.tools_key) if config.tools_key else None
-    turns = [i for i, message in enumerate(messages) if i >= first and message["role"] == "assistant"]
-    if not turns:
-        raise UnusableRow("without an assistant turn to train on")
-    turns = turns[-1:] if config.train_on_last_turn_only else turns
-    keys = ("content", "tool_calls", "reasoning_content")
-    turns = [i for i in turns if any(str(messages[i].get(key) or "").strip() for key in keys)]
-    if not turns:
-        raise UnusableRow("whose assistant turns are empty")
-    text, spans, closed = _turn_spans(tokenizer, messages, turns, tools)
-    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ids, chars = np.array(encoding.input_ids, dtype=np.int32), np.array(encoding.offset_mapping).reshape(-1, 2)
-    if len(ids) > config.max_len:
-        raise UnusableRow(f"longer than `data.max_len` (={config.max_len}); raise it to use them")
-    # Some tokenizers leave the space before a word out of the token's characters.
-    chars[1:, 0] = np.minimum(chars[1:, 0], chars[:-1, 1])
-    marked = _marked(tokenizer, messages, tools, chars)
-    mask = np.zeros(len(ids), dtype=bool)
-    for span in spans:
-        mask |= _trained(span, ids, chars, marked, set() if closed else specials)
-    return Conversation(ids, mask)
+class _Builder:
+    """Rows to conversations, with one tokenizer and its template."""
+
+    def __init__(self, config: SftDataConfig, tokenizer: Any):
+        self.config = config
+        self.tokenizer = tokenizer
+        self.special_ids = set()
+        for token_id, token in tokenizer.added_tokens_decoder.items():
+            if token.special:
+                self.special_ids.add(token_id)
+
+    def build(self, row: Row) -> Conversation:
+        """Raises UnusableRow."""
+        messages, first = _messages(row, self.config)
+        tools = None
+        if self.config.tools_key is not None:
+            tools = as_tools(row.get(self.config.tools_key), self.config.tools_key)
+
+        turns = self._trained_turns(messages, first)
+        rendered = self._render(messages, turns, tools)
+        tokens = self._tokenise(rendered.text)
+        if len(tokens.ids) > self.config.max_len:
+            raise UnusableRow(f"longer than `data.max_len` (={self.config.max_len}); raise it to use them")
+
+        marked = self._marked(messages, tools, tokens)
+        mask = np.zeros(len(tokens.ids), dtype=bool)
+        for turn in rendered.turns:
+            if marked is not None:
+                mask |= _trained_and_marked(turn, tokens, marked)
+            elif rendered.closed:
+                mask |= _inside_turn(turn, tokens)
+            else:
+                mask |= self._trained_with_next_opener(turn, tokens)
+        return Conversation(tokens.ids, mask)
+
+    def _trained_turns(self, messages: list[Message], first: int) -> list[int]:
+        """Indices of the assistant messages to train, from message `first` on."""
+        turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
+        if not turns:
+            raise UnusableRow("without an assistant turn to train on")
+        if self.config.train_on_last_turn_only:
+            turns = turns[-1:]
+
+        turns = [i for i in turns if _says_something(messages[i])]
+        if not turns:
+            raise UnusableRow("whose assistant turns are empty")
+        return turns
+
+    def _render(self, messages: list[Message], turns: list[int], tools: Tools) -> _Rendered:
+        text = render_text(self.tokenizer, messages, tools=tools)
+
+        first_start = self._start(messages, turns[0], tools, text)
+        frame = self._frame(messages[: turns[0]], tools, text[:first_start])
+        closed = bool(frame.close.strip())
+
+        spans = []
+        for turn in turns:
+            start = self._start(messages, turn, tools, text)
+            through_turn = self._render_through(messages, turn, tools, text, start, frame)
+            if closed:
+                through_turn = through_turn.rstrip()
+            spans.append(Span(start, len(through_turn)))
+        return _Rendered(text, spans, closed)
+
+    def _start(self, messages: list[Message], turn: int, tools: Tools, text: str) -> int:
+        """Where the model would begin to generate this turn."""
+        if turn == 0:
+            raise UnusableRow("that start with an assistant message")
+        prompt = render_text(self.tokenizer, messages[:turn], tools=tools, add_generation_prompt=True)
+        if not text.startswith(prompt):
+            raise UnusableRow(
+                "whose conversation does not begin with the prompt of its assistant turn: the template changes earlier "
+                "messages, or its generation prompt is not how it renders a turn (as when it opens a think block that "
+                "the turn does not have); use another `data.chat_template`"
+            )
+        return len(prompt)
+
+    def _render_through(
+        self,
+        messages: list[Message],
+        turn: int,
+        tools: Tools,
+        text: str,
+        start: int,
+        frame: "_Frame",
+    ) -> str:
+        """The beginning of `text`, through the end of this turn."""
+        through_turn = render_text(self.tokenizer, messages[: turn + 1], tools=tools)
+        before = text[:start]
+        if not text.startswith(through_turn) and through_turn.startswith(before + frame.opening):
+            # Only a last answer has the empty think block: this turn loses nothing of its content without it.
+            through_turn = before + through_turn[start + len(frame.opening) :]
+        if not text.startswith(through_turn):
+            raise UnusableRow(
+                "with an earlier assistant turn that the template renders in another way once more messages follow (as "
+                "when it drops reasoning): use `data.train_on_last_turn_only` or another `data.chat_template`"
+            )
+        return through_turn
+
+    def _frame(self, context: list[Message], tools: Tools, prompt: str) -> "_Frame":
+        """prompt: the rendering of the context, with the generation prompt."""
+        messages = [*context, {"role": "assistant", "content": ANSWER}]
+        before, _, close = render_text(self.tokenizer, messages, tools=tools).rpartition(ANSWER)
+        opening = ""
+        if before.startswith(prompt):
+            opening = before[len(prompt) :]
+        return _Frame(opening, close)
+
+    def _tokenise(self, text: str) -> _Tokens:
+        encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        ids = np.array(encoding.input_ids, dtype=np.int32)
+        spans = np.array(encoding.offset_mapping).reshape(-1, 2)
+        # Some tokenizers leave the space before a word out of the token's characters.
+        spans[1:, 0] = np.minimum(spans[1:, 0], spans[:-1, 1])
+        return _Tokens(ids, spans)
+
+    def _marked(self, messages: list[Message], tools: Tools, tokens: _Tokens) -> np.ndarray | None:
+        """bool [T], the tokens between the template's generation markers; None: it has no markers.
+
+        The spans behind transformers' `return_assistant_tokens_mask`, without its mapping to tokens, which
+        marks everything up to the end where a span ends between tokens.
+        """
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        template = self.tokenizer.get_chat_template(tools=tools)
+        if not MARKERS.search(template):
+            return None
+
+        _, spans_of_conversations = render_jinja_template(
+            [messages],
+            tools=tools,  # pyright: ignore[reportArgumentType]  (a list of dicts or functions: lists are invariant)
+            chat_template=template,
+            return_assistant_tokens_mask=True,
+            **self.tokenizer.special_tokens_map,
+        )
+        marked = np.zeros(len(tokens.ids), dtype=bool)
+        for start, end in spans_of_conversations[0]:
+            marked |= tokens.inside(Span(int(start), int(end)))
+        return marked
+
+    def _trained_with_next_opener(self, turn: Span, tokens: _Tokens) -> np.ndarray:
+        """bool [T], the tokens of a turn and, if a special token follows, that one: it ends the turn."""
+        trained = _inside_turn(turn, tokens)
+        following = int(np.flatnonzero(trained)[-1]) + 1
+        if following < len(tokens.ids) and int(tokens.ids[following]) in self.special_ids:
+            trained[following] = True
+        return trained
+
+
+class _Frame(NamedTuple):
+    r"""The text that the template puts around a plain last answer.
+
+    With Qwen3: `<think>\n\n</think>\n\n` and `<|im_end|>\n`.
+    """
+
+    opening: str
+    """After the generation prompt."""
+    close: str
+
+
+def _says_something(message: Message) -> bool:
+    return any(str(message.get(field) or "").strip() for field in TRAINED_FIELDS)
 
 
 def _messages(row: Row, config: SftDataConfig) -> tuple[list[Message], int]:
-    """The whole conversation, and the index of the first message that may be trained."""
-    for key in (config.input_key, config.output_key):
-        if key is not None and key not in row:
-            raise UnusableRow(f"without `{key}`")
+    """The messages of the conversation, and the index of the first that may be trained."""
+    require_value(row, config.input_key)
     value = row[config.input_key]
     if config.output_key is None:
         if isinstance(value, str):
             raise UnusableRow(f"whose `{config.input_key}` is text; name the answer with `data.output_key`")
         return as_messages(value, config.input_key), 0
-    answer = row[config.output_key]
-    prompt = [{"role": "user", "content": value}] if isinstance(value, str) else value
-    answer = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
-    answer = [answer] if isinstance(answer, dict) else answer
-    prompt = as_messages(prompt, config.input_key)
-    return [*prompt, *as_messages(answer, config.output_key)], len(prompt)
+
+    require_value(row, config.output_key)
+    if isinstance(value, str):
+        value = [{"role": "user", "content": value}]
+    prompt = as_messages(value, config.input_key)
+    answer = as_messages(_answer(row[config.output_key]), config.output_key)
+    return [*prompt, *answer], len(prompt)
 
 
-def _turn_spans(tokenizer, messages: list[Message], turns: list[int], tools) -> tuple[str, list[Span], bool]:
-    """The text, the characters of each of `turns`, and whether the template closes a turn that nothing follows."""
-    text = render_text(tokenizer, messages, tools=tools)
-    spans: list[Span] = []
-    for i in turns:
-        start = _start(tokenizer, messages, i, tools, text)
-        if not spans:
-            block, close = _frame(tokenizer, messages[:i], tools, text[:start])
-        upto = render_text(tokenizer, messages[: i + 1], tools=tools)
-        if not text.startswith(upto) and upto.startswith(text[:start] + block):
-            # Only the last answer has the empty think block, and nothing that this turn says is lost without it.
-            upto = text[:start] + upto[start + len(block) :]
-        if not text.startswith(upto):
-            raise UnusableRow(
-                "with an earlier assistant turn that the template renders in another way once more messages follow (as "
-                "when it drops reasoning): use `data.train_on_last_turn_only` or another `data.chat_template`"
-            )
-        spans.append((start, len(upto.rstrip() if close.strip() else upto)))
-    return text, spans, bool(close.strip())
+def _answer(value: Any) -> Any:
+    """Text, one message, or messages: the last as they are."""
+    if isinstance(value, str):
+        return [{"role": "assistant", "content": value}]
+    if isinstance(value, dict):
+        return [value]
+    return value
 
 
-def _start(tokenizer, messages: list[Message], turn: int, tools, text: str) -> int:
-    """Where the model would begin to generate this turn."""
-    if turn == 0:
-        raise UnusableRow("that start with an assistant message")
-    prompt = render_text(tokenizer, messages[:turn], tools=tools, add_generation_prompt=True)
-    if not text.startswith(prompt):
-        raise UnusableRow(
-            "whose conversation does not begin with the prompt of its assistant turn: the template changes earlier "
-            "messages, or its generation prompt is not how it renders a turn (as when it opens a think block that the "
-            "turn does not have); use another `data.chat_template`"
-        )
-    return len(prompt)
-
-
-def _frame(tokenizer, context: list[Message], tools, prompt: str) -> tuple[str, str]:
-    r"""What the template puts around a plain last answer: `<think>\n\n</think>\n\n` and `<|im_end|>\n` with Qwen3."""
-    messages = [*context, {"role": "assistant", "content": ANSWER}]
-    before, _, close = render_text(tokenizer, messages, tools=tools).rpartition(ANSWER)
-    return before[len(prompt) :] if before.startswith(prompt) else "", close
-
-
-def _marked(tokenizer, messages: list[Message], tools, chars: np.ndarray) -> np.ndarray | None:
-    """bool `[T]`, the tokens between the template's generation markers; None: it has no markers.
-
-    The spans behind transformers' `return_assistant_tokens_mask`, without its mapping to tokens, which
-    marks everything up to the end where a span ends between tokens.
-    """
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    template = tokenizer.get_chat_template(tools=tools)
-    if not MARKERS.search(template):
-        return None
-    _, (spans,) = render_jinja_template(
-        [messages],
-        tools=tools,
-        chat_template=template,
-        return_assistant_tokens_mask=True,
-        **tokenizer.special_tokens_map,
-    )
-    return np.any([_inside(span, chars) for span in spans] or [np.zeros(len(chars), dtype=bool)], axis=0)
-
-
-def _inside(span: Span, chars: np.ndarray) -> np.ndarray:
-    """bool `[T]`. A token that only partly belongs to a turn is one the model would never sample there."""
-    return (span[0] <= chars[:, 0]) & (chars[:, 1] <= span[1])
-
-
-def _trained(
-    span: Span, ids: np.ndarray, chars: np.ndarray, marked: np.ndarray | None, closers: set[int]
-) -> np.ndarray:
-    """bool `[T]`, the tokens of one turn; `closers` may end it if they follow."""
-    turn = _inside(span, chars)
-    if not turn.any():
+def _inside_turn(turn: Span, tokens: _Tokens) -> np.ndarray:
+    """bool [T], the tokens of one turn. Raises UnusableRow if there are none."""
+    inside = tokens.inside(turn)
+    if not inside.any():
         raise UnusableRow(
             "with an assistant turn that the template renders as nothing: use another `data.chat_template`"
         )
-    end = int(np.flatnonzero(turn)[-1])
-    if marked is not None:
-        turn &= marked
-        if not turn[end]:
-            raise UnusableRow(
-                "whose template leaves the end of an assistant turn out of its generation markers, so that the model "
-                "would never learn to stop: put `{% endgeneration %}` after the token that closes a turn"
-            )
-    elif end + 1 < len(ids) and int(ids[end + 1]) in closers:
-        turn[end + 1] = True
-    return turn
+    return inside
+
+
+def _trained_and_marked(turn: Span, tokens: _Tokens, marked: np.ndarray) -> np.ndarray:
+    """bool [T], the tokens of one turn that the template marks; the last one must be among them."""
+    inside = _inside_turn(turn, tokens)
+    end = int(np.flatnonzero(inside)[-1])
+    if not marked[end]:
+        raise UnusableRow(
+            "whose template leaves the end of an assistant turn out of its generation markers, so that the model "
+            "would never learn to stop: put `{% endgeneration %}` after the token that closes a turn"
+        )
+    return inside & marked

@@ -1,4 +1,4 @@
-"""One data file, or one Arrow table, as a `Part`: rows that stay raw until they are asked for.
+"""One data file, or one Arrow table, as a `Part`: rows that stay raw until they are read.
 
 json and jsonl rows come back exactly as written. Arrow (parquet, arrow, what `datasets` saves) unifies the
 fields of nested structs and fills the missing ones with null; those fields are removed again, so a chat
@@ -8,7 +8,8 @@ message or a tool schema is what it was. Values of csv are strings, and an empty
 import csv
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -28,42 +29,79 @@ class Part:
     columns: list[str]
     decode: Callable[[Any], Row]
 
+    def __len__(self) -> int:
+        return len(self.raw)
+
 
 def _read_json(path: Path, limit: int | None) -> Part:
     """An array of objects, or (as is common) one object per line."""
     data = path.read_bytes()
-    if not data.lstrip().startswith(b"["):
+    is_array = data.lstrip().startswith(b"[")
+    if not is_array:
         return _read_jsonl(path, limit)
-    rows = _parse(path, data)[:limit]
-    return Part(str(path), rows, _columns(path, "element", enumerate(rows)), lambda row: row)
+
+    rows = _parse(path, data, line=None)[:limit]
+    columns = _Columns(path, unit="element")
+    for number, row in enumerate(rows):
+        columns.add(number, row)
+    return Part(str(path), rows, columns.names, _as_it_is)
+
+
+def _as_it_is(row: Row) -> Row:
+    return row
 
 
 def _read_jsonl(path: Path, limit: int | None) -> Part:
+    lines = []
+    columns = _Columns(path, unit="line")
     with path.open("rb") as file:
-        numbered = list(islice(((n, line) for n, line in enumerate(file, 1) if line.strip()), limit))
-    columns = _columns(path, "line", ((n, _parse(path, line, n)) for n, line in numbered))
-    return Part(str(path), [line for _, line in numbered], columns, json.loads)
+        for number, line in islice(_numbered(file), limit):
+            columns.add(number, _parse(path, line, number))
+            lines.append(line)
+    return Part(str(path), lines, columns.names, json.loads)
 
 
-def _parse(path: Path, data: bytes, line: int | None = None) -> Any:
+def _numbered(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
+    """The lines that are not blank, with their numbers from 1."""
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            yield number, line
+
+
+def _parse(path: Path, data: bytes, line: int | None) -> Any:
+    """The JSON value of `data`, line number `line` of the file; None: all of it."""
     try:
         return json.loads(data)
     except ValueError as error:
-        raise _malformed(path, f"line {line or getattr(error, 'lineno', 1)}", str(error)) from None
+        where = line or getattr(error, "lineno", 1)
+        raise _malformed(path, f"line {where}", str(error)) from None
 
 
-def _columns(path: Path, unit: str, rows: Iterable[tuple[int, Any]]) -> list[str]:
-    columns: dict[str, None] = {}
-    for number, row in rows:
+class _Columns:
+    """The names of columns, in the order in which rows of a file bring them."""
+
+    def __init__(self, path: Path, unit: str):
+        """unit: the word for a row in messages, before its number."""
+        self._path = path
+        self._unit = unit
+        self._names: dict[str, None] = {}
+
+    def add(self, number: int, row: Any) -> None:
+        """Raises DataError if the row is not an object."""
         if not isinstance(row, dict):
-            raise _malformed(path, f"{unit} {number}", f"it is a {type(row).__name__}")
-        columns.update(dict.fromkeys(row))
-    return list(columns)
+            raise _malformed(self._path, f"{self._unit} {number}", f"it is a {type(row).__name__}")
+        self._names.update(dict.fromkeys(row))
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._names)
 
 
 def _malformed(path: Path, where: str, detail: str) -> DataError:
-    fix = "Write one object per line (.jsonl), or one array of objects (.json)."
-    return DataError(f"{path}, {where}: not a JSON object ({detail}), so the row cannot be read. {fix}")
+    return DataError(
+        f"{path}, {where}: not a JSON object ({detail}), so the row cannot be read. "
+        "Write one object per line (.jsonl), or one array of objects (.json)."
+    )
 
 
 def _read_csv(path: Path, limit: int | None) -> Part:
@@ -73,81 +111,108 @@ def _read_csv(path: Path, limit: int | None) -> Part:
         reader = csv.reader(file, strict=True)
         try:
             columns = next(reader, [])
-            rows = []
-            for row in islice((row for row in reader if row), limit):
-                if len(row) != len(columns):
-                    raise csv.Error(f"it has {len(row)} fields and the header has {len(columns)}")
-                rows.append(row)
+            rows = list(islice(_csv_rows(reader, len(columns)), limit))
         except (csv.Error, UnicodeDecodeError) as error:
             raise DataError(
                 f"{path}, line {reader.line_num}: not a row of csv ({error}), so it cannot be read. Write UTF-8, and "
                 'put fields that hold commas, quotes or line breaks into "".'
             ) from None
-    if len({*columns}) < len(columns):
+
+    if len(set(columns)) < len(columns):
         raise DataError(f"{path}: two columns have one name ({', '.join(columns)}), so one would be lost. Rename it.")
-    return Part(str(path), rows, columns, lambda row: dict(zip(columns, row, strict=True)))
+
+    def decode(fields: list[str]) -> Row:
+        return dict(zip(columns, fields, strict=True))
+
+    return Part(str(path), rows, columns, decode)
+
+
+def _csv_rows(rows: Iterable[list[str]], width: int) -> Iterator[list[str]]:
+    """The rows that are not blank. Raises `csv.Error` for one of another width than the header."""
+    for row in rows:
+        if not row:
+            continue
+        if len(row) != width:
+            raise csv.Error(f"it has {len(row)} fields and the header has {width}")
+        yield row
 
 
 def _read_parquet(path: Path, limit: int | None) -> Part:
     import pyarrow.parquet as pq
 
-    return _read_table(path, limit, lambda: pq.ParquetFile(path, memory_map=True).read())
+    with _arrow_errors(path):
+        table = pq.ParquetFile(path, memory_map=True).read()
+    return table_part(str(path), table, limit)
 
 
 def _read_arrow(path: Path, limit: int | None) -> Part:
     """Both kinds of Arrow IPC: the file, and the stream that `datasets` writes."""
     import pyarrow as pa
 
-    def read() -> pa.Table:
+    with _arrow_errors(path):
         source = pa.memory_map(str(path))
         try:
-            return pa.ipc.open_file(source).read_all()
+            table = pa.ipc.open_file(source).read_all()
         except pa.ArrowInvalid:
             source.seek(0)
-            return pa.ipc.open_stream(source).read_all()
+            table = pa.ipc.open_stream(source).read_all()
+    return table_part(str(path), table, limit)
 
-    return _read_table(path, limit, read)
 
-
-def _read_table(path: Path, limit: int | None, read: Callable[[], Any]) -> Part:
+@contextmanager
+def _arrow_errors(path: Path) -> Iterator[None]:
+    """What Arrow raises while it reads the file becomes a DataError."""
     import pyarrow as pa
 
     try:
-        table = read()
+        yield
     except (pa.ArrowException, OSError) as error:
-        kind, detail = path.suffix.removeprefix("."), str(error).splitlines()[0]
+        kind = path.suffix.removeprefix(".")
+        detail = str(error).splitlines()[0]
         raise DataError(f"{path}: not {kind} ({detail}), so no row can be read. Write it again.") from None
-    return table_part(str(path), table, limit)
 
 
 def table_part(name: str, table: Any, limit: int | None) -> Part:
     """Rows of an Arrow table, or of a `datasets.Dataset` in the format "arrow"."""
 
     def decode(i: int) -> Row:
-        one = table[i : i + 1]
-        row = one.to_pylist()[0]
-        return {field.name: _plain(row[field.name], field.type) for field in one.schema}
+        one_row = table[i : i + 1]
+        values = one_row.to_pylist()[0]
+        return {field.name: _plain(values[field.name], field.type) for field in one_row.schema}
 
-    return Part(name, range(len(table))[:limit], list(table.column_names), decode)
+    indices = range(len(table))[:limit]
+    return Part(name, indices, list(table.column_names), decode)
 
 
-def _plain(value: Any, type_: Any) -> Any:
+def _plain(value: Any, arrow_type: Any) -> Any:
     """An Arrow value as it was before Arrow: struct fields filled with null removed, JSON text parsed."""
     import pyarrow.types as kinds
 
-    if value is not None and getattr(type_, "extension_name", "") == "arrow.json":
+    if value is None:
+        return None
+    if getattr(arrow_type, "extension_name", "") == "arrow.json":
         return json.loads(value)  # how `datasets` stores messages that have no common type
-    if isinstance(value, list) and not kinds.is_map(type_):
-        return [_plain(item, type_.value_type) for item in value]
+    if isinstance(value, list) and not kinds.is_map(arrow_type):
+        return [_plain(item, arrow_type.value_type) for item in value]
     if isinstance(value, dict):
-        return {field.name: _plain(value[field.name], field.type) for field in type_ if value[field.name] is not None}
+        return _plain_struct(value, arrow_type)
     return value
 
 
-READERS = {
+def _plain_struct(value: dict[str, Any], struct: Any) -> dict[str, Any]:
+    fields = {}
+    for field in struct:
+        item = value[field.name]
+        if item is not None:
+            fields[field.name] = _plain(item, field.type)
+    return fields
+
+
+READERS: dict[str, Callable[[Path, int | None], Part]] = {
     ".json": _read_json,
     ".jsonl": _read_jsonl,
     ".csv": _read_csv,
     ".parquet": _read_parquet,
     ".arrow": _read_arrow,
 }
+"""By the suffix of a file: `(path, limit)` to its rows, at most `limit` of them."""

@@ -30,15 +30,21 @@ class EpochOrder:
 
         `flag` is the setting that holds the shares. Raises DataError if an epoch would have no row of a dataset.
         """
-        self.sizes, self.seed = list(sizes), seed % 2**64  # numpy takes no negative seeds
-        self.shares = None if shares is None else [Fraction(share) for share in comma_list(shares)]
-        self.counts = self.sizes if self.shares is None else mixture(self.sizes, self.shares)
-        if self.shares is not None and 0 in self.counts:
-            raise DataError(
-                f"`{flag}` (={shares}): an epoch would have {self.counts} of the {self.sizes} usable rows, so one "
-                "dataset is never used. Raise its share, or leave it out."
-            )
-        self._drawn: tuple[int, np.ndarray] | None = None
+        self.sizes = list(sizes)
+        self.seed = seed % 2**64  # numpy takes no negative seeds
+        self.shares: list[Fraction] | None = None
+        self.counts = self.sizes
+        """Rows of each dataset in an epoch."""
+        if shares is not None:
+            self.shares = [Fraction(share) for share in comma_list(shares)]
+            self.counts = mixture(self.sizes, self.shares)
+            if 0 in self.counts:
+                raise DataError(
+                    f"`{flag}` (={shares}): an epoch would have {self.counts} of the {self.sizes} usable rows, so one "
+                    "dataset is never used. Raise its share, or leave it out."
+                )
+        self._drawn_epoch: int | None = None
+        self._drawn_rows = np.empty(0, dtype=np.int64)
 
     def __len__(self) -> int:
         return sum(self.counts)
@@ -48,29 +54,51 @@ class EpochOrder:
         """What must be the same for an index to mean the same row, next to the seed; JSON-able."""
         if self.shares is None:
             return {"rows": len(self)}
-        return {"rows": self.sizes, "shares": [str(share / sum(self.shares)) for share in self.shares]}
+        normalised = [str(share) for share in _normalised(self.shares)]
+        return {"rows": self.sizes, "shares": normalised}
 
     def rows(self, epoch: int) -> np.ndarray:
-        """int64 `[len(self)]`, the row numbers of `epoch` in order."""
-        if self._drawn is None or self._drawn[0] != epoch:
-            self._drawn = epoch, self._draw(epoch)
-        return self._drawn[1]
+        """int64 [len(self)], the row numbers of `epoch` in order."""
+        if self._drawn_epoch != epoch:
+            self._drawn_rows = self._draw(epoch)
+            self._drawn_epoch = epoch
+        return self._drawn_rows
 
     def _draw(self, epoch: int) -> np.ndarray:
-        rng = np.random.default_rng([self.seed, epoch])
+        generator = np.random.default_rng([self.seed, epoch])
         if self.shares is None:
-            return rng.permutation(len(self))
-        drawn, first = [], 0
-        for i, (size, count) in enumerate(zip(self.sizes, self.counts, strict=True)):
-            # The third number sets it apart from the generators of the epochs.
-            walk = np.random.default_rng([self.seed, i, 1]).permutation(size)
-            drawn.append(first + walk[(epoch * count + np.arange(count)) % size])
-            first += size
-        return rng.permutation(np.concatenate(drawn))
+            return generator.permutation(len(self))
+
+        drawn = []
+        first_row = 0
+        for dataset, size in enumerate(self.sizes):
+            drawn.append(first_row + self._draw_from(dataset, epoch))
+            first_row += size
+        return generator.permutation(np.concatenate(drawn))
+
+    def _draw_from(self, dataset: int, epoch: int) -> np.ndarray:
+        """int64 [count], the rows of one dataset in `epoch`, counted from its first row."""
+        size = self.sizes[dataset]
+        count = self.counts[dataset]
+        # The third number sets this generator apart from those of the epochs.
+        generator = np.random.default_rng([self.seed, dataset, 1])
+        walk = generator.permutation(size)
+        places = (epoch * count + np.arange(count)) % size
+        return walk[places]
 
 
 def mixture(sizes: Sequence[int], shares: Sequence[Fraction]) -> list[int]:
     """The `c_i` above, exactly: `floor(N p + 1/2) <= size` holds if and only if `N < (size + 1/2) / p`."""
-    normalised = [share / sum(shares) for share in shares]
-    n = min(ceil((size + HALF) / p) - 1 for size, p in zip(sizes, normalised, strict=True))
-    return [floor(n * p + HALF) for p in normalised]
+    normalised = _normalised(shares)
+    largest = []
+    for size, share in zip(sizes, normalised, strict=True):
+        bound = (size + HALF) / share
+        largest.append(ceil(bound) - 1)
+
+    n = min(largest)
+    return [floor(n * share + HALF) for share in normalised]
+
+
+def _normalised(shares: Sequence[Fraction]) -> list[Fraction]:
+    total = sum(shares)
+    return [share / total for share in shares]

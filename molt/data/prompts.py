@@ -10,7 +10,7 @@ from typing import Any
 
 from molt.config import PromptDataConfig
 from molt.data.mixture import EpochOrder
-from molt.data.rows import Rows, require_column
+from molt.data.rows import Row, Rows, require_column
 from molt.errors import UnusableRow
 from molt.types import Prompt
 
@@ -23,27 +23,42 @@ def as_messages(value: Any, column: str) -> list[Message]:
         raise UnusableRow(f"whose `{column}` is a {type(value).__name__}, not a list of messages")
     if not value:
         raise UnusableRow(f"whose `{column}` has no messages")
+
     for message in value:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise UnusableRow(f"whose `{column}` has a message without a role")
         # An assistant message that only calls tools has no content.
-        if not isinstance(message.get("content"), str | list) and not message.get("tool_calls"):
+        has_content = isinstance(message.get("content"), str | list)
+        if not has_content and not message.get("tool_calls"):
             raise UnusableRow(f"whose `{column}` has a message without text or tool calls")
     return value
 
 
 def as_tools(value: Any, column: str) -> list[dict[str, Any]] | None:
     """`value` as tool schemas: a list of objects, or JSON text of one; None if there are none. Raises UnusableRow."""
+    tools = value
     if isinstance(value, str) and value.strip():
-        try:
-            value = json.loads(value)
-        except ValueError:
-            raise UnusableRow(f"whose `{column}` is not valid JSON") from None
-    if not value:
+        tools = _parsed_tools(value, column)
+    if not tools:
         return None
-    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+
+    are_schemas = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
+    if not are_schemas:
         raise UnusableRow(f"whose `{column}` is not a list of tool schemas")
-    return value
+    return tools
+
+
+def _parsed_tools(text: str, column: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise UnusableRow(f"whose `{column}` is not valid JSON") from None
+
+
+def require_value(row: Row, column: str) -> None:
+    """Raise UnusableRow if this row lacks the column."""
+    if column not in row:
+        raise UnusableRow(f"without `{column}`")
 
 
 class PromptDataset:
@@ -51,7 +66,8 @@ class PromptDataset:
 
     def __init__(self, rows: Rows, config: PromptDataConfig):
         """Raises DataError if a column is missing."""
-        self.rows, self.config = rows, config
+        self.rows = rows
+        self.config = config
         require_column(rows, config.input_key, "data.input_key")
         if config.label_key is not None:
             require_column(rows, config.label_key, "data.label_key")
@@ -63,36 +79,57 @@ class PromptDataset:
 
     def prompt(self, row: int) -> Prompt:
         """The prompt of a row, at epoch 0 and at its own position. Raises UnusableRow."""
-        data, config = self.rows[row], self.config
-        for key in (config.input_key, config.label_key):
-            if key is not None and key not in data:
-                raise UnusableRow(f"without `{key}`")
-        value, chat = data[config.input_key], config.apply_chat_template
+        data = self.rows[row]
+        config = self.config
+
+        require_value(data, config.input_key)
+        value = data[config.input_key]
+
+        label = None
+        if config.label_key is not None:
+            require_value(data, config.label_key)
+            label = data[config.label_key]
+
+        messages = None
+        text = None
+        if config.apply_chat_template:
+            messages = self._messages(value)
+        else:
+            text = self._text(value)
+
+        tools = None
+        if config.tools_key is not None:
+            tools = as_tools(data.get(config.tools_key), config.tools_key)
+
+        data_source = data.get("data_source") or self.rows.source(row)
         return Prompt(
             epoch=0,
             position=row,
             row=row,
-            messages=self._messages(value) if chat else None,
-            text=None if chat else self._text(value),
-            label=None if config.label_key is None else data[config.label_key],
-            data_source=str(data.get("data_source") or self.rows.source(row)),
-            tools=as_tools(data.get(config.tools_key), config.tools_key) if config.tools_key else None,
+            messages=messages,
+            text=text,
+            label=label,
+            data_source=str(data_source),
+            tools=tools,
         )
 
     def _messages(self, value: Any) -> list[Message]:
+        column = self.config.input_key
         if isinstance(value, str):
             value = [{"role": "user", "content": self._text(value)}]
-        messages = as_messages(value, self.config.input_key)
+        messages = as_messages(value, column)
         if messages[-1]["role"] == "assistant":
-            raise UnusableRow(f"whose `{self.config.input_key}` ends with the assistant's answer; remove it")
+            raise UnusableRow(f"whose `{column}` ends with the assistant's answer; remove it")
         return messages
 
     def _text(self, value: Any) -> str:
+        column = self.config.input_key
+        if isinstance(value, list):
+            raise UnusableRow(f"whose `{column}` is a list, not text; messages need `data.apply_chat_template`")
         if not isinstance(value, str):
-            hint = "; messages need `data.apply_chat_template`" if isinstance(value, list) else ""
-            raise UnusableRow(f"whose `{self.config.input_key}` is a {type(value).__name__}, not text{hint}")
+            raise UnusableRow(f"whose `{column}` is a {type(value).__name__}, not text")
         if not value.strip():
-            raise UnusableRow(f"whose `{self.config.input_key}` is empty")
+            raise UnusableRow(f"whose `{column}` is empty")
         return value
 
 
@@ -100,15 +137,18 @@ class PromptStream:
     """`num_episodes` epochs of a dataset, each in its own order: `stream[i]` is always the same prompt."""
 
     def __init__(self, dataset: PromptDataset, order: EpochOrder, *, num_episodes: int):
-        self.dataset, self.order, self.num_episodes = dataset, order, num_episodes
+        self.dataset = dataset
+        self.order = order
+        self.num_episodes = num_episodes
 
     def __len__(self) -> int:
         return self.num_episodes * len(self.order)
 
     def __getitem__(self, i: int) -> Prompt:
         """The i-th prompt of the run. Raises UnusableRow (draw the next one) or IndexError (the end)."""
+        prompt = self.dataset.prompt(self.row(i))
         epoch, position = divmod(i, len(self.order))
-        return replace(self.dataset.prompt(self.row(i)), epoch=epoch, position=position)
+        return replace(prompt, epoch=epoch, position=position)
 
     def index(self, epoch: int, position: int) -> int:
         """Where in the stream the prompt of that identity is."""

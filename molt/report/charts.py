@@ -9,11 +9,22 @@ from fnmatch import fnmatch
 Series = list[tuple[int, float]]
 """(step, value), ascending and finite."""
 
-WIDTH, HEIGHT = 400, 190
-LEFT, RIGHT, TOP, BOTTOM = 46, 10, 8, 22
+WIDTH = 400
+HEIGHT = 190
+LEFT = 46
+RIGHT = 10
+TOP = 8
+BOTTOM = 22
+PLOT_RIGHT = WIDTH - RIGHT
+PLOT_BOTTOM = HEIGHT - BOTTOM
+
 MAX_POINTS = 300
+MARKED_POINTS = 20
+"""Series of at most so many points have dots: one point alone would not be seen at all."""
 COLORS = 6
 """Colours that page.css defines; a chart with more series repeats them."""
+SMOOTHED_POINTS = 12
+"""Shorter series are shown as they are."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +37,7 @@ class Chart:
     zero: bool = False
     """The axis starts at 0."""
     noisy: bool = True
-    """Many points get a moving mean on top of the thin line of single steps."""
+    """A longer series gets a moving mean on top of the thin line of single steps."""
     note: str = ""
 
 
@@ -35,122 +46,246 @@ def select(chart: Chart, series: dict[str, Series]) -> dict[str, Series]:
     chosen: dict[str, Series] = {}
     for pattern in chart.patterns:
         for name in sorted(series):
-            points = [(step, value) for step, value in series[name] if value > 0 or not chart.log]
-            if fnmatch(name, pattern) and points:
-                chosen.setdefault(name, points)
+            if name in chosen or not fnmatch(name, pattern):
+                continue
+            points = _drawable(chart, series[name])
+            if points:
+                chosen[name] = points
     return chosen
+
+
+def _drawable(chart: Chart, points: Series) -> Series:
+    if not chart.log:
+        return points
+    return [(step, value) for step, value in points if value > 0]
+
+
+def mean(points: Series) -> float:
+    return sum(value for _, value in points) / len(points)
 
 
 def thin(points: Series, limit: int = MAX_POINTS) -> Series:
     """At most `limit` points: the mean of equal stretches. The first and the last step stay."""
     if len(points) <= limit:
         return points
-    out = []
+
+    means: Series = []
     for i in range(limit):
-        part = points[i * len(points) // limit : (i + 1) * len(points) // limit]
-        out.append((part[len(part) // 2][0], sum(value for _, value in part) / len(part)))
-    return [(points[0][0], out[0][1]), *out[1:-1], (points[-1][0], out[-1][1])]
+        start = i * len(points) // limit
+        stop = (i + 1) * len(points) // limit
+        stretch = points[start:stop]
+        middle_step, _ = stretch[len(stretch) // 2]
+        means.append((middle_step, mean(stretch)))
+
+    first_step, _ = points[0]
+    last_step, _ = points[-1]
+    _, first_mean = means[0]
+    _, last_mean = means[-1]
+    return [(first_step, first_mean), *means[1:-1], (last_step, last_mean)]
+
+
+def smoothing_radius(count: int) -> int:
+    """How many neighbours on each side a moving mean over `count` points takes; 0: too few points for one.
+
+    A twelfth of the series together, and never fewer than 5 points.
+    """
+    if count < SMOOTHED_POINTS:
+        return 0
+    return max(2, count // 24)
 
 
 def smooth(points: Series) -> Series:
-    """Mean over a centred window of 1/12 of all points, cut off at the ends: no lag."""
-    half, out = len(points) // 24, []
+    """Mean over a centred window of `smoothing_radius` points on each side, cut off at the ends: no lag."""
+    radius = smoothing_radius(len(points))
+    smoothed = []
     for i, (step, _) in enumerate(points):
-        window = points[max(0, i - half) : i + half + 1]
-        out.append((step, sum(value for _, value in window) / len(window)))
-    return out
+        start = max(0, i - radius)
+        window = points[start : i + radius + 1]
+        smoothed.append((step, mean(window)))
+    return smoothed
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
     """Round numbers that cover `[low, high]`: steps of 1, 2 or 5 times a power of ten."""
-    raw = (high - low) / count
-    power = 10 ** math.floor(math.log10(raw))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * (1 - 1e-9))
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    step = _round_step((high - low) / count)
+    first = math.floor(low / step + 1e-9)
+    last = math.ceil(high / step - 1e-9)
     return [round(i * step, 12) for i in range(first, last + 1)]
+
+
+def _round_step(at_least: float) -> float:
+    power = 10 ** math.floor(math.log10(at_least))
+    for factor in (1, 2, 5):
+        if power * factor >= at_least * (1 - 1e-9):
+            return power * factor
+    return power * 10
 
 
 def short(value: float) -> str:
     """`12,300` as `12.3k`, `0.00001` as `1e-05`; at most four significant digits."""
     size = abs(value)
-    for factor, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if size >= factor:
-            return f"{value / (1e3 if suffix == 'k' else factor):.4g}{suffix}"
-    return f"{value:.4g}" if size >= 1e-3 or size == 0 else f"{value:.1e}"
+    if size >= 1e9:
+        return f"{value / 1e9:.4g}G"
+    if size >= 1e6:
+        return f"{value / 1e6:.4g}M"
+    if size >= 1e4:
+        return f"{value / 1e3:.4g}k"
+    if size >= 1e-3 or size == 0:
+        return f"{value:.4g}"
+    return f"{value:.1e}"
 
 
 def _y_ticks(chart: Chart, numbers: list[float]) -> list[float]:
+    low = min(numbers)
+    high = max(numbers)
     if chart.log:
-        low, high = math.floor(math.log10(min(numbers))), math.ceil(math.log10(max(numbers)))
-        high = max(high, low + 1)
-        return [10.0**i for i in range(low, high + 1, max(1, (high - low) // 4))]
-    low, high = (min(0.0, *numbers) if chart.zero else min(numbers)), max(numbers)
-    if high - low < 1e-9 * max(1.0, abs(high)):
+        return _powers_of_ten(low, high)
+
+    if chart.zero:
+        low = min(0.0, low)
+    is_flat = high - low < 1e-9 * max(1.0, abs(high))
+    if is_flat:
         pad = abs(high) * 0.1 or 1.0
-        low, high = (low if chart.zero else low - pad), high + pad
+        high += pad
+        if not chart.zero:
+            low -= pad
     return ticks(low, high)
+
+
+def _powers_of_ten(low: float, high: float) -> list[float]:
+    first = math.floor(math.log10(low))
+    last = max(math.ceil(math.log10(high)), first + 1)
+    stride = max(1, (last - first) // 4)
+    return [10.0**power for power in range(first, last + 1, stride)]
+
+
+class _Axes:
+    """Where steps and values are on the plot."""
+
+    def __init__(self, chart: Chart, drawn: dict[str, Series]):
+        steps: list[int] = []
+        values: list[float] = []
+        for points in drawn.values():
+            steps.extend(step for step, _ in points)
+            values.extend(value for _, value in points)
+
+        self.first = min(steps)
+        self.last = max(max(steps), self.first + 1)
+        self.levels = _y_ticks(chart, values)
+        self._log = chart.log
+        self._low = self._scaled(self.levels[0])
+        self._high = max(self._scaled(self.levels[-1]), self._scaled(max(values)))
+
+    def _scaled(self, value: float) -> float:
+        if self._log:
+            return math.log10(value)
+        return value
+
+    def x(self, step: float) -> float:
+        part = (step - self.first) / (self.last - self.first)
+        return LEFT + part * (PLOT_RIGHT - LEFT)
+
+    def y(self, value: float) -> float:
+        part = (self._scaled(value) - self._low) / (self._high - self._low)
+        return PLOT_BOTTOM - part * (PLOT_BOTTOM - TOP)
+
+    def svg(self) -> str:
+        """Lines and labels of the levels, and the steps below."""
+        parts = []
+        for level in self.levels:
+            y = self.y(level)
+            parts.append(f'<line class="grid" x1="{LEFT}" x2="{PLOT_RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+            parts.append(
+                f'<text class="tick" x="{LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{short(level)}</text>',
+            )
+        parts.append(self._step_label(self.first, "start"))
+        middle = (self.first + self.last) // 2
+        if self.first < middle < self.last:
+            parts.append(self._step_label(middle, "middle"))
+        parts.append(self._step_label(self.last, "end"))
+        return "".join(parts)
+
+    def _step_label(self, step: int, anchor: str) -> str:
+        return f'<text class="tick" x="{self.x(step):.1f}" y="{HEIGHT - 6}" text-anchor="{anchor}">{step}</text>'
 
 
 def draw(chart: Chart, series: dict[str, Series]) -> str:
     """The chart as `<figure>`, or an empty string where the run has none of its metrics."""
-    chosen = {name: thin(points) for name, points in select(chart, series).items()}
-    if not chosen:
+    drawn = {name: thin(points) for name, points in select(chart, series).items()}
+    if not drawn:
         return ""
-    steps = [step for points in chosen.values() for step, _ in points]
-    first, last = min(steps), max(max(steps), min(steps) + 1)
-    levels = _y_ticks(chart, [value for points in chosen.values() for _, value in points])
-    scale = math.log10 if chart.log else float
-    low, high = scale(levels[0]), max(scale(levels[-1]), *(scale(v) for p in chosen.values() for _, v in p))
 
-    def x(step: float) -> float:
-        return LEFT + (step - first) / (last - first) * (WIDTH - LEFT - RIGHT)
-
-    def y(value: float) -> float:
-        return HEIGHT - BOTTOM - (scale(value) - low) / (high - low) * (HEIGHT - TOP - BOTTOM)
-
-    body = [
-        f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(v):.1f}" y2="{y(v):.1f}"/>'
-        f'<text class="tick" x="{LEFT - 6}" y="{y(v) + 3.5:.1f}" text-anchor="end">{short(v)}</text>'
-        for v in levels
-    ]
-    middle = (first + last) // 2
-    body += [
-        f'<text class="tick" x="{x(step):.1f}" y="{HEIGHT - 6}" text-anchor="{anchor}">{step}</text>'
-        for step, anchor in ((first, "start"), (middle, "middle"), (last, "end"))
-        if anchor != "middle" or first < step < last
-    ]
-    for i, points in enumerate(chosen.values()):
-        lines = [points, smooth(points)] if chart.noisy and len(points) > 40 else [points]
-        for line in lines:
-            raw = len(lines) > 1 and line is points
-            body.append(_line([(x(step), y(value)) for step, value in line], f"c{i % COLORS}", raw))
-    hover = {"first": first, "last": last, "series": list(chosen.items())}
-    return _figure(chart, chosen, "".join(body), hover)
+    axes = _Axes(chart, drawn)
+    svg = [axes.svg()]
+    for i, points in enumerate(drawn.values()):
+        color = f"c{i % COLORS}"
+        if chart.noisy and smoothing_radius(len(points)):
+            svg.append(_line(axes, points, f"{color} raw"))
+            svg.append(_line(axes, smooth(points), color))
+        else:
+            svg.append(_line(axes, points, color))
+        if len(points) <= MARKED_POINTS:
+            svg.append(_dots(axes, points, color))
+    return _figure(chart, drawn, axes, "".join(svg))
 
 
-def _line(points: list[tuple[float, float]], color: str, raw: bool = False) -> str:
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    line = f'<polyline class="{color}{" raw" if raw else ""}" points="{path}"/>'
-    # Few points, such as evaluations, are marked; one alone would not be seen at all.
-    dots = "".join(f'<circle class="{color}" cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>' for x, y in points)
-    return line + (dots if len(points) <= 20 else "")
+def _line(axes: _Axes, points: Series, css_class: str) -> str:
+    path = " ".join(f"{axes.x(step):.1f},{axes.y(value):.1f}" for step, value in points)
+    return f'<polyline class="{css_class}" points="{path}"/>'
 
 
-def _figure(chart: Chart, chosen: dict[str, Series], body: str, hover: dict) -> str:
-    names = list(chosen)
-    # Metrics of one family are told apart by what follows the family's name.
-    family = names[0].split("/")[0] + "/"
-    label = {name: name.removeprefix(family) if all(n.startswith(family) for n in names) else name for name in names}
-    legend = "".join(
-        f'<span class="key"><i class="b{i % COLORS}"></i>{html.escape(label[name])} '
-        f'<b data-now="{short(chosen[name][-1][1])}">{short(chosen[name][-1][1])}</b></span>'
-        for i, name in enumerate(names)
-    )
-    note = f'<p class="note">{html.escape(chart.note)}</p>' if chart.note else ""
-    title = html.escape(chart.title) + (" <small>log scale</small>" if chart.log else "")
+def _dots(axes: _Axes, points: Series, color: str) -> str:
+    dots = []
+    for step, value in points:
+        dots.append(f'<circle class="{color}" cx="{axes.x(step):.1f}" cy="{axes.y(value):.1f}" r="2.5"/>')
+    return "".join(dots)
+
+
+def _figure(chart: Chart, drawn: dict[str, Series], axes: _Axes, svg: str) -> str:
+    """page.js reads `data-hover` (the values under the pointer) and `data-names` (the text that a filter searches)."""
+    hover = {
+        "first": axes.first,
+        "last": axes.last,
+        "left": LEFT,
+        "right": PLOT_RIGHT,
+        "width": WIDTH,
+        "series": list(drawn.items()),
+    }
+    names = " ".join([chart.title, *drawn])
+    title = html.escape(chart.title)
+    scale = ""
+    if chart.log:
+        scale = " <small>log scale</small>"
+    note = ""
+    if chart.note:
+        note = f'<p class="note">{html.escape(chart.note)}</p>'
     return (
-        f'<figure data-hover="{html.escape(json.dumps(hover))}"><h3>{title}<output></output></h3>'
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(chart.title)}">{body}'
-        f'<line class="cursor" y1="{TOP}" y2="{HEIGHT - BOTTOM}" visibility="hidden"/></svg>'
-        f"<figcaption>{legend}</figcaption>{note}</figure>"
+        f'<figure data-names="{html.escape(names)}" data-hover="{html.escape(json.dumps(hover))}">'
+        f"<h3>{title}{scale}<output></output></h3>"
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{title}">{svg}'
+        f'<line class="cursor" y1="{TOP}" y2="{PLOT_BOTTOM}" visibility="hidden"/></svg>'
+        f"<figcaption>{_legend(drawn)}</figcaption>{note}</figure>"
     )
+
+
+def _legend(drawn: dict[str, Series]) -> str:
+    """Every series with its colour, its name and its last value."""
+    family = _common_family(list(drawn))
+    keys = []
+    for i, (name, points) in enumerate(drawn.items()):
+        label = html.escape(name.removeprefix(family))
+        _, last_value = points[-1]
+        now = short(last_value)
+        keys.append(
+            f'<span class="key"><i class="b{i % COLORS}"></i>{label} <b data-now="{now}">{now}</b></span>',
+        )
+    return "".join(keys)
+
+
+def _common_family(names: list[str]) -> str:
+    """`train/` of `train/loss` and `train/kl`, which differ in what follows it; '' of names of several families."""
+    family, slash, _ = names[0].partition("/")
+    prefix = family + slash
+    if all(name.startswith(prefix) for name in names):
+        return prefix
+    return ""

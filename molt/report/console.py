@@ -1,47 +1,91 @@
-"""One line per step on the console."""
+"""The console of a run: where it prints, and one line per step."""
 
 import re
+import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 
+from rich.console import Console
 from rich.text import Text
 
-COLUMNS = [
-    ("reward", "rollout/reward", ".3f"),
-    ("score", "rollout/score", ".3f"),
-    ("loss", "train/loss", ".4g"),
-    ("grad", "train/grad_norm", ".3g"),
-    ("mismatch", "mismatch/abs_max", ".1e"),
-    ("ratio", "ratio/mean", ".4f"),
-    ("kl", "train/kl", ".2e"),
-    ("explained", "train/explained_variance", ".2f"),
-    ("filtered", "rollout/filtered", ".1%"),
-    ("stale", "staleness/max", ".0f"),
-    ("length", "rollout/response_length", ".1f"),
-    ("truncated", "rollout/truncated", ".1%"),
-    ("lr", "train/lr", ".1e"),
-    ("tok/s", "perf/tokens_per_s", ",.0f"),
-]
-"""Label, metric, format: shown in this order where the metric exists."""
+
+@dataclass(frozen=True)
+class Column:
+    """A metric that the line of a step shows."""
+
+    label: str
+    metric: str
+    format: str
 
 
+COLUMNS = (
+    Column("reward", "rollout/reward", ".3f"),
+    Column("score", "rollout/score", ".3f"),
+    Column("loss", "train/loss", ".4g"),
+    Column("grad", "train/grad_norm", ".3g"),
+    Column("mismatch", "mismatch/abs_max", ".1e"),
+    Column("ratio", "ratio/mean", ".4f"),
+    Column("kl", "train/kl", ".2e"),
+    Column("explained", "train/explained_variance", ".2f"),
+    Column("filtered", "rollout/filtered", ".1%"),
+    Column("stale", "staleness/max", ".0f"),
+    Column("length", "rollout/response_length", ".1f"),
+    Column("truncated", "rollout/truncated", ".1%"),
+    Column("lr", "train/lr", ".1e"),
+    Column("tok/s", "perf/tokens_per_s", ",.0f"),
+)
+"""Shown in this order where the metric exists."""
 EVALUATED = re.compile(r"eval/(?!.*_(low|high)$)")
+"""Metrics of an evaluation; the ends of an interval are shown beside its mean."""
+
+
+def run_console() -> Console:
+    """A console that never breaks a line, and writes escape codes to a terminal only.
+
+    Piped into a file or another program it is plain text, even where FORCE_COLOR would make rich colour it.
+    """
+    return Console(soft_wrap=True, force_terminal=sys.stdout.isatty())
 
 
 def step_line(step: int, total_steps: int | None, metrics: Mapping[str, float]) -> Text:
     """`step 12/300  reward 0.512  loss -0.01  …  3.4 s`; evaluations by name and with their interval; faults if any."""
-    head = f"step {step}" if total_steps is None else f"step {step:>{len(str(total_steps))}}/{total_steps}"
-    parts = [(label, format(metrics[name], form), "cyan") for label, name, form in COLUMNS if name in metrics]
-    parts += [(name, _evaluated(name, metrics), "green") for name in sorted(metrics) if EVALUATED.match(name)]
-    if faults := sum(value for name, value in metrics.items() if name.startswith("faults/")):
-        parts.append(("faults", format(faults, "g"), "red"))
-    line = Text(head, "bold")
-    for label, value, style in parts:
-        line.append(f"  {label} ", "not bold dim").append(value, f"not bold {style}")
+    line = Text(_step_of_total(step, total_steps), "bold")
+    for column in COLUMNS:
+        if column.metric in metrics:
+            _append(line, column.label, format(metrics[column.metric], column.format), "cyan")
+
+    for name in sorted(metrics):
+        if EVALUATED.match(name):
+            _append(line, name, _with_interval(name, metrics), "green")
+
+    faults = sum(value for name, value in metrics.items() if name.startswith("faults/"))
+    if faults:
+        _append(line, "faults", format(faults, "g"), "red")
+
     if "timing/step_s" in metrics:
         line.append(f"  {metrics['timing/step_s']:.1f} s", "not bold dim")
     return line
 
 
-def _evaluated(name: str, metrics: Mapping[str, float]) -> str:
-    interval = [format(metrics[edge], ".3f") for edge in (f"{name}_low", f"{name}_high") if edge in metrics]
-    return format(metrics[name], ".3f") + (f" [{', '.join(interval)}]" if interval else "")
+def _step_of_total(step: int, total_steps: int | None) -> str:
+    if total_steps is None:
+        return f"step {step}"
+    width = len(str(total_steps))
+    return f"step {step:>{width}}/{total_steps}"
+
+
+def _append(line: Text, label: str, value: str, colour: str) -> None:
+    line.append(f"  {label} ", "not bold dim")
+    line.append(value, f"not bold {colour}")
+
+
+def _with_interval(name: str, metrics: Mapping[str, float]) -> str:
+    """`0.500 [0.400, 0.613]`, or the mean alone."""
+    mean = format(metrics[name], ".3f")
+    ends = []
+    for end in (f"{name}_low", f"{name}_high"):
+        if end in metrics:
+            ends.append(format(metrics[end], ".3f"))
+    if not ends:
+        return mean
+    return f"{mean} [{', '.join(ends)}]"

@@ -1,125 +1,220 @@
 """What an RL run does, in words and in the formulas in force: the head of its output and of its page."""
 
 import math
-import re
 
+from molt.algo import kl as kl_formulas
 from molt.algo.advantage import Estimator
 from molt.algo.importance import describe
-from molt.algo.kl import FORMULAS as KL
 from molt.algo.plugin import load_estimator, load_loss
-from molt.algo.reduce import FORMULAS as WEIGHTS
-from molt.config import RewardConfig, RLConfig
+from molt.algo.reduce import AGGREGATIONS
+from molt.config import RewardConfig, RLConfig, TrainConfig
 
-Rows = dict[str, str]
-"""A name and what it is."""
+Definitions = dict[str, str]
+"""A name and its formula or meaning, in the order in which they are shown."""
 
 
 def header(config: RLConfig, total_steps: int) -> str:
     """The run in a few lines, names aligned; what has no effect under these settings is left out.
 
-    total_steps: training batches of the whole run. Raises `ConfigError` for an estimator or a loss that cannot be used.
+    total_steps: training batches of the run. Raises `ConfigError` for an estimator or a loss that cannot be used.
     """
-    rollout, estimator, kept = config.rollout, load_estimator(config.algo.advantage.estimator), {}
-    if config.algo.dynamic_filtering_enable:
-        low, high = config.algo.dynamic_filtering_range
-        kept = {"batch": f"groups with {low:g} < mean(score) < {high:g}; the others are replaced"}
-    words = set(re.findall(r"\w+", estimator.formula))
-    rows = kept | _advantage(config, estimator, words) | _loss(config) | _kl(config, words)
+    estimator = load_estimator(config.algo.advantage.estimator)
+    definitions = _batch(config)
+    definitions |= _advantage(config, estimator)
+    definitions |= _loss(config)
+    definitions |= _kl(config, estimator)
     if "values" in estimator.needs:
-        rows["critic"] = _critic(config)
-    width = max(map(len, rows))
-    return "\n".join(
-        [
-            f"molt rl  {config.actor.model_name_or_path}  agent {config.train.agent_path}",
-            f"  {total_steps} steps of {rollout.batch_size} x {rollout.n_samples_per_prompt} rollouts, "
-            f"no token older than {config.train.staleness_bound} batches",
-            *(f"  {name:<{width}} = {text}" for name, text in rows.items()),
-            f"  {_steps(config)}",
-            f"  output {config.ckpt.output_dir}",
-        ]
-    )
+        definitions["critic"] = _critic(config)
+
+    rollout = config.rollout
+    lines = [
+        f"molt rl  {config.actor.model_name_or_path}  agent {config.train.agent_path}",
+        f"  {total_steps} steps of {rollout.batch_size} x {rollout.n_samples_per_prompt} rollouts, "
+        f"{_staleness(config.train)}",
+    ]
+    width = max(len(name) for name in definitions)
+    for name, text in definitions.items():
+        lines.append(f"  {name:<{width}} = {text}")
+    lines.append(f"  {_steps(config)}")
+    lines.append(f"  output {config.ckpt.output_dir}")
+    return "\n".join(lines)
+
+
+def _staleness(train: TrainConfig) -> str:
+    bound = train.staleness_bound
+    if bound == 0:
+        return "on-policy"
+    if bound == 1:
+        return "at most 1 batch off-policy"
+    return f"at most {bound} batches off-policy"
+
+
+def _batch(config: RLConfig) -> Definitions:
+    """Which groups are trained, where some are filtered."""
+    algo = config.algo
+    if not algo.dynamic_filtering_enable:
+        return {}
+    low, high = algo.dynamic_filtering_range
+    return {"batch": f"groups with {low:g} < mean(score) < {high:g}; the others are replaced"}
+
+
+def _advantage(config: RLConfig, estimator: Estimator) -> Definitions:
+    """`A`, and the names in its formula that depend on the settings."""
+    settings = config.algo.advantage
+    symbols = estimator.symbols
+    definitions = {}
+
+    is_users = ":" in settings.estimator  # a formula of the user's need not name R
+    if is_users or "R" in symbols or "r_u" in symbols:
+        definitions["R"] = _shaped(config.reward, config.data.max_len)
+    if "r_u" in symbols:
+        definitions["r_u"] = _token_reward(config)
+
+    text = estimator.formula
+    if estimator.whiten and not settings.no_whiten:
+        text += ", whitened over the batch"
+    label = settings.estimator
+    if "gamma" in symbols:
+        label += f", gamma = {settings.gamma:g}"
+    if "lam" in symbols:
+        label += f", lam = {settings.lam:g}"
+    definitions["A"] = f"{text}    [{label}]"
+    return definitions
+
+
+def _token_reward(config: RLConfig) -> str:
+    last = "R at the last generated token of a segment"
+    if config.algo.kl_in_reward:
+        return f"-beta KL_u, plus {last}"
+    return f"{last}, else 0"
 
 
 def _shaped(reward: RewardConfig, max_len: int) -> str:
-    text, (low, high) = "reward", reward.clip_range
-    coef, buffer = reward.stop_properly_penalty_coef, reward.overlong_buffer_len
+    """The formula of `shape_reward` with these settings."""
+    text = "reward"
+    buffer = reward.overlong_buffer_len
     if buffer is not None:
-        text += (
-            f" - {reward.overlong_penalty_factor:g} clip(longest segment - {max_len - buffer}, 0, {buffer}) / {buffer}"
-        )
-    elif coef is not None:
-        text = f"{coef:g}{'' if coef < 0 else ' reward'} if truncated else reward"
+        over = f"clip(longest segment - {max_len - buffer}, 0, {buffer}) / {buffer}"
+        text = f"reward - {reward.overlong_penalty_factor:g} {over}"
+    elif reward.stop_properly_penalty_coef is not None:
+        text = _stop_properly(reward.stop_properly_penalty_coef)
+
+    low, high = reward.clip_range
     return f"clip({text}, {low:g}, {high:g})"
 
 
-def _advantage(config: RLConfig, estimator: Estimator, words: set[str]) -> Rows:
-    """words: the names in the estimator's formula; what they stand for is said too."""
-    settings, rows = config.algo.advantage, {}
-    if ":" in settings.estimator or words & {"R", "r_u"}:  # the user's own need not have a formula
-        rows["R"] = _shaped(config.reward, config.data.max_len)
-    if "r_u" in words:
-        last = "R at the last generated token of a segment"
-        rows["r_u"] = f"-beta KL_u, plus {last}" if config.algo.kl_in_reward else f"{last}, else 0"
-    whitened = ", whitened over the batch" if estimator.whiten and not settings.no_whiten else ""
-    discounts = (f", {name} = {getattr(settings, name):g}" for name in ("gamma", "lam") if name in words)
-    return rows | {"A": f"{estimator.formula}{whitened}    [{settings.estimator}{''.join(discounts)}]"}
+def _stop_properly(coef: float) -> str:
+    if coef < 0:
+        return f"{coef:g} if truncated else reward"
+    return f"{coef:g} reward if truncated else reward"
 
 
-def _loss(config: RLConfig) -> Rows:
-    actor, algo, settings = config.actor, config.algo, config.algo.advantage
-    name, (low, high) = algo.loss or actor.loss_mode, actor.eps_clip_low_high
-    scalars = {"low": low, "high": high, "dual_clip": actor.dual_clip}
-    formula = load_loss(name).formula.format(**scalars)
-    policy, _, where = (f"({formula})", "", "") if algo.loss else formula.partition(" [")
-    corrected = settings.is_correction_level != "off"
-    terms = [policy + (" * c" if corrected else "")]
-    if algo.kl.use_loss and algo.kl_coef:
-        terms.append("+ beta KL")
-    if actor.entropy_coef:
-        terms.append(f"{'-' if actor.entropy_coef > 0 else '+'} {abs(actor.entropy_coef):g} H")
-    inner = " ".join(terms)
-    balance = f" + {actor.aux_loss_coef:g} mean(balance)" if actor.aux_loss_coef else ""
-    bound = f", at most {actor.dual_clip:g} |A| where A < 0" if actor.dual_clip and not algo.loss else ""
-    total = f"sum_t {WEIGHTS[actor.loss_agg_mode]} * {f'({inner})' if len(terms) > 1 else inner}{balance}"
-    rows = {"loss": f"{total}    [{name}{bound}]"}
+def _loss(config: RLConfig) -> Definitions:
+    """`loss`, and the names in its formula."""
+    actor = config.actor
+    algo = config.algo
+    advantage = algo.advantage
+    is_corrected = advantage.is_correction_level != "off"
+
+    name = algo.loss or actor.loss_mode
+    loss = load_loss(name)
+    low, high = actor.eps_clip_low_high
+    formula = loss.formula.format(low=low, high=high, dual_clip=actor.dual_clip)
+    if algo.loss:
+        formula = f"({formula})"
+    if is_corrected:
+        formula += " * c"
+
+    per_token = _with_regularisers(formula, config)
+    total = f"sum_t {AGGREGATIONS[actor.loss_agg_mode].formula} * {per_token}"
+    if actor.aux_loss_coef:
+        total += f" + {actor.aux_loss_coef:g} mean(balance)"
+    label = name
+    if actor.dual_clip and not algo.loss:
+        label += f", at most {actor.dual_clip:g} |A| where A < 0"
+
+    definitions = {"loss": f"{total}    [{label}]"}
     if not algo.loss:
-        rows["r"] = "exp(logprob - old)"
-    if where:  # what else a formula names, as "s = exp(...)"
-        rows |= [where.rstrip("]").split(" = ")]
-    if corrected:
-        gate = settings.is_correction_mode, settings.is_correction_gating
-        rows |= {"c": describe(settings.is_correction_level, *gate, *settings.band), "w": "exp(old - rollout)"}
-    return rows
+        definitions["r"] = "exp(logprob - old)"
+    if loss.where is not None:
+        symbol, meaning = loss.where
+        definitions[symbol] = meaning
+    if is_corrected:
+        low, high = advantage.band
+        definitions["c"] = describe(
+            advantage.is_correction_level,
+            advantage.is_correction_mode,
+            advantage.is_correction_gating,
+            low,
+            high,
+        )
+        definitions["w"] = "exp(old - rollout)"
+    return definitions
 
 
-def _kl(config: RLConfig, words: set[str]) -> Rows:
+def _with_regularisers(formula: str, config: RLConfig) -> str:
+    """The loss of a token: the policy's, the KL and the entropy."""
+    actor = config.actor
+    terms = [formula]
+    if config.algo.kl.use_loss and config.algo.kl_coef:
+        terms.append("+ beta KL")
+    if actor.entropy_coef > 0:
+        terms.append(f"- {actor.entropy_coef:g} H")
+    if actor.entropy_coef < 0:
+        terms.append(f"+ {-actor.entropy_coef:g} H")
+
+    if len(terms) == 1:
+        return formula
+    return f"({' '.join(terms)})"
+
+
+def _kl(config: RLConfig, estimator: Estimator) -> Definitions:
+    """`KL` and the names in its formula, where its coefficient is not 0."""
     kl = config.algo.kl
-    if not config.algo.kl_coef:
+    coef = config.algo.kl_coef
+    if not coef:
         return {}
+
     # The direction in which the tokens were sampled; see `kl_per_token`.
-    turned = (kl.ref, kl.estimator) == ("rollout", "k3")
-    formula = "exp(d) - 1 - d" if turned else KL[kl.estimator]
-    ref = "teacher" if "teacher" in words else "ref"
-    beta = f"beta = {config.algo.kl_coef:g}" + (f" at first, adapted towards KL = {kl.target:g}" if kl.target else "")
-    model = config.ref.model_name_or_path or config.actor.model_name_or_path
+    formula = kl_formulas.FORMULAS[kl.estimator]
+    if kl.ref == "rollout" and kl.estimator == "k3":
+        formula = kl_formulas.FORWARD_K3
+    beta = f"beta = {coef:g}"
+    if kl.target:
+        beta += f" at first, adapted towards KL = {kl.target:g}"
+
+    reference = "the policy that sampled the token"
+    if kl.ref == "model":
+        model = config.ref.model_name_or_path or config.actor.model_name_or_path
+        reference = f"{model}, frozen"
+    reference_name = "teacher" if "teacher" in estimator.symbols else "ref"
+    trained_name = "logprob" if kl.use_loss else "old"
     return {
         "KL": f"{formula}    [{kl.estimator}, {beta}]",
-        "d": f"{'logprob' if kl.use_loss else 'old'} - {ref}",
-        ref: f"{model}, frozen" if kl.ref == "model" else "the policy that sampled the token",
+        "d": f"{trained_name} - {reference_name}",
+        reference_name: reference,
     }
 
 
 def _critic(config: RLConfig) -> str:
-    critic, alone = config.critic, config.actor.freezing_steps
-    model = critic.model_name_or_path or config.actor.model_name_or_path
-    warm_up = f", trained alone for the first {alone} batches" if alone else ""
-    return f"{model}, V clipped to V_old +- {critic.value_clip:g}{warm_up}"
+    model = config.critic.model_name_or_path or config.actor.model_name_or_path
+    text = f"{model}, V clipped to V_old +- {config.critic.value_clip:g}"
+    alone = config.actor.freezing_steps
+    if alone:
+        text += f", trained alone for the first {alone} batches"
+    return text
 
 
 def _steps(config: RLConfig) -> str:
-    steps = math.ceil(config.rollouts_per_batch / config.rollouts_per_step) * config.train.max_epochs
+    """How many optimizer steps a batch has, and what that makes of the clip and of `c`."""
+    per_epoch = math.ceil(config.rollouts_per_batch / config.rollouts_per_step)
+    steps = per_epoch * config.train.max_epochs
     if steps > 1:
-        return f"{steps} optimizer steps per batch; old is of before the first"
-    clip = "" if config.algo.loss else ": r = 1, so the clip has no effect"
-    region = "" if config.algo.advantage.is_correction_level == "off" else "; c is the trust region"
-    return f"one optimizer step per batch{clip}{region}"
+        return f"{steps} optimizer steps per batch; old is computed before the first"
+
+    text = "one optimizer step per batch"
+    if not config.algo.loss:
+        text += ": r = 1, so the clip has no effect"
+    if config.algo.advantage.is_correction_level != "off":
+        text += "; c is the trust region"
+    return text

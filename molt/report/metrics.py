@@ -1,5 +1,6 @@
 """The one reducer of metrics: `(sum, count)` pairs in, numbers out."""
 
+import math
 from collections.abc import Iterable, Mapping
 
 from molt.types import Metric
@@ -20,25 +21,38 @@ def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
     merged: dict[str, Metric] = {}
     for part in parts:
         for name, metric in part.items():
-            merged[name] = _together(name, merged[name], metric) if name in merged else metric
+            if name in merged:
+                metric = _merge_two(name, merged[name], metric)
+            merged[name] = metric
     return merged
 
 
-def _together(name: str, a: Metric, b: Metric) -> Metric:
+def _merge_two(name: str, a: Metric, b: Metric) -> Metric:
+    count = a.count + b.count
     if is_max(name):
-        # `max` would lose a NaN, depending on the order; a NaN must stay visible.
-        larger = a.total if a.total >= b.total or a.total != a.total else b.total
-        return Metric(larger, a.count + b.count)
-    return Metric(a.total + b.total, a.count + b.count)
+        return Metric(_larger(a.total, b.total), count)
+    return Metric(a.total + b.total, count)
+
+
+def _larger(a: float, b: float) -> float:
+    """`max` would lose a NaN, depending on the order; a NaN must stay visible."""
+    if math.isnan(a) or a >= b:
+        return a
+    return b
 
 
 def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
     """`total / count`; for a maximum, and for what is counted and not averaged, `total`.
 
-    What nothing was counted for has no value and is left out.
+    A metric with a count of 0 has no value and is left out.
     """
-    return {
-        name: float(metric.total if is_max(name) or is_count(name) else metric.total / metric.count)
-        for name, metric in metrics.items()
-        if metric.count
-    }
+    numbers = {}
+    for name, metric in metrics.items():
+        if not metric.count:
+            continue
+        if is_max(name) or is_count(name):
+            number = metric.total
+        else:
+            number = metric.total / metric.count
+        numbers[name] = float(number)
+    return numbers

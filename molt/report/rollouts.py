@@ -1,10 +1,10 @@
-"""The rollout store: what was trained on, token by token, one parquet file per step.
+"""The rollout store: the tokens of every trained sample, one parquet file per step.
 
 One row per sample (a segment of a rollout). Token ids are the record; `text` and `runs` are views.
 """
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -33,10 +33,25 @@ SCHEMA = pa.schema(
 )
 
 
-def text_runs(token_ids: Iterable[int], versions: Iterable[int], decode: Callable[[list[int]], str]) -> list[str]:
+def runs_of_versions(versions: Iterable[int]) -> list[tuple[int, int]]:
+    """`[-1, 7, 7]` gives `[(-1, 1), (7, 2)]`: each version with how many tokens in a row have it."""
+    runs = []
+    for version, tokens in groupby(versions):
+        runs.append((version, len(list(tokens))))
+    return runs
+
+
+def text_runs(token_ids: Sequence[int], versions: Sequence[int], decode: Callable[[list[int]], str]) -> list[str]:
     """`[1, 2, 3]` at versions `[-1, 7, 7]` gives `[decode([1]), decode([2, 3])]`."""
-    pairs = zip(token_ids, versions, strict=True)
-    return [decode([int(token) for token, _ in run]) for _, run in groupby(pairs, key=lambda pair: int(pair[1]))]
+    ids = [int(token) for token in token_ids]
+    texts = []
+    start = 0
+    for _, length in runs_of_versions(int(version) for version in versions):
+        texts.append(decode(ids[start : start + length]))
+        start += length
+    if start != len(ids):
+        raise ValueError(f"{len(ids)} token ids with {start} versions: not aligned")
+    return texts
 
 
 def rollouts_path(run_dir: Path, step: int) -> Path:
@@ -53,15 +68,25 @@ def write_rollouts(run_dir: Path, step: int, rows: list[dict[str, Any]], decode:
 
     Raises `KeyError` for a column that does not exist, so that a misspelt one is not lost in silence.
     """
-    full = []
-    for row in rows:
-        if unknown := row.keys() - set(SCHEMA.names):
-            raise KeyError(f"rollout columns {sorted(unknown)} do not exist: they would be lost. See rollouts.SCHEMA.")
-        runs = text_runs(row["token_ids"], row["versions"], decode)
-        full.append({**row, "text": decode([int(token) for token in row["token_ids"]]), "runs": runs})
+    complete = [_with_text(row, decode) for row in rows]
+    table = pa.Table.from_pylist(complete, schema=SCHEMA)
+
     path = rollouts_path(run_dir, step)
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_suffix(".parquet.new")
-    pq.write_table(pa.Table.from_pylist(full, schema=SCHEMA), aside, compression="zstd")
+    pq.write_table(table, aside, compression="zstd")
     os.replace(aside, path)
     return path
+
+
+def _with_text(row: dict[str, Any], decode: Callable[[list[int]], str]) -> dict[str, Any]:
+    unknown = row.keys() - set(SCHEMA.names)
+    if unknown:
+        raise KeyError(f"rollout columns {sorted(unknown)} do not exist: they would be lost. See rollouts.SCHEMA.")
+
+    ids = [int(token) for token in row["token_ids"]]
+    return {
+        **row,
+        "text": decode(ids),
+        "runs": text_runs(ids, row["versions"], decode),
+    }

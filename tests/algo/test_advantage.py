@@ -241,6 +241,15 @@ def test_every_estimator_is_a_complete_row():
     assert all(e.formula for e in ADVANTAGES.values())
     assert {name: e.needs for name, e in ADVANTAGES.items() if e.needs} == {
         "gae": ("values",),
-        "on_policy_distill": ("ref_logprobs",),
+        "on_policy_distill": ("ref_logprobs", "teacher"),
     }
+    baselines = {name: e.baseline for name, e in ADVANTAGES.items() if e.level == "group"}
+    assert baselines == {
+        "reinforce_baseline": "group",
+        "rloo": "group",
+        "grpo": "group",
+        "dr_grpo": "group",
+        "flash_reinforce": "batch",
+    }
+    assert all(ADVANTAGES[name].baseline == "none" for name in TOKEN)
     assert set(ADVANTAGES) == set(GROUP) | set(TOKEN)

@@ -1,6 +1,12 @@
 """The line of a step: what it measured and nothing else; a score with its interval, which is no column of its own."""
 
-from molt.report.console import step_line
+import os
+import subprocess
+import sys
+
+import pytest
+
+from molt.report.console import run_console, step_line
 
 
 def test_an_evaluation_shows_its_interval():
@@ -17,3 +23,40 @@ def test_an_evaluation_without_an_interval():
 def test_a_step_shows_what_was_filtered_and_what_the_critic_explains():
     metrics = {"rollout/reward": 0.5, "train/kl": 0.0125, "train/explained_variance": 0.876, "rollout/filtered": 0.25}
     assert step_line(3, 12, metrics).plain == ("step  3/12  reward 0.500  kl 1.25e-02  explained 0.88  filtered 25.0%")
+
+
+PIPED = """
+import sys
+from pathlib import Path
+from molt.config import LoggerConfig
+from molt.report.sinks import RunLog
+with RunLog(Path(sys.argv[1]), LoggerConfig(logging_steps=1), "molt rl  MODEL", 2) as log:
+    log.step(1, {"rollout/reward": 0.5, "faults/timeout": 1.0})
+    log.step(2, {"eval/m/pass1": 0.5})
+"""
+
+
+@pytest.mark.parametrize("force_color", ["", "1"])
+def test_piped_output_is_plain_text(tmp_path, force_color):
+    environment = {**os.environ, "FORCE_COLOR": force_color, "TERM": "xterm-256color"}
+    done = subprocess.run(
+        [sys.executable, "-c", PIPED, str(tmp_path / "run")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "molt rl  MODEL",
+        "step 1/2  reward 0.500  faults 1",
+        "step 2/2  eval/m/pass1 0.500",
+    ]
+    assert "\x1b" not in done.stderr
+
+
+def test_a_terminal_has_colours_and_a_progress_bar(monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert run_console().is_terminal
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
+    assert not run_console().is_terminal

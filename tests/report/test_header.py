@@ -34,7 +34,7 @@ GRPO = (
     replace(PLAIN, algo=AlgoConfig(AdvantageConfig(estimator="grpo"))),
     """\
 molt rl  MODEL  agent agent.py
-  300 steps of 32 x 8 rollouts, no token older than 1 batches
+  300 steps of 32 x 8 rollouts, at most 1 batch off-policy
   R    = clip(reward, -10, 10)
   A    = (R - mean(group)) / (std(group) + 1e-6)    [grpo]
   loss = sum_t 1/N * -min(r A, clip(r, 1 - 0.2, 1 + 0.2) A) * c    [ppo]
@@ -57,7 +57,7 @@ GAE = (
     ),
     """\
 molt rl  MODEL  agent agent.py
-  300 steps of 32 x 8 rollouts, no token older than 1 batches
+  300 steps of 32 x 8 rollouts, at most 1 batch off-policy
   R      = clip(0.5 reward if truncated else reward, -1, 1)
   r_u    = -beta KL_u, plus R at the last generated token of a segment
   A      = sum_u>=t (gamma lam)^(u-t) (r_u + gamma V_next - V_u), whitened over the batch\
@@ -70,7 +70,7 @@ molt rl  MODEL  agent agent.py
   d      = old - ref
   ref    = MODEL, frozen
   critic = VALUE, V clipped to V_old +- 0.2, trained alone for the first 10 batches
-  8 optimizer steps per batch; old is of before the first
+  8 optimizer steps per batch; old is computed before the first
   output out""",
 )
 
@@ -83,7 +83,7 @@ DISTILL = (
     ),
     """\
 molt rl  MODEL  agent agent.py
-  300 steps of 32 x 8 rollouts, no token older than 0 batches
+  300 steps of 32 x 8 rollouts, on-policy
   A       = -beta (old - teacher)    [on_policy_distill]
   loss    = sum_t 1/N * -min(r A, clip(r, 1 - 0.2, 1 + 0.2) A)    [ppo]
   r       = exp(logprob - old)
@@ -118,7 +118,7 @@ EVERYTHING = (
     ),
     """\
 molt rl  MODEL  agent agent.py
-  300 steps of 32 x 8 rollouts, no token older than 1 batches
+  300 steps of 32 x 8 rollouts, at most 1 batch off-policy
   batch = groups with 0 < mean(score) < 1; the others are replaced
   R     = clip(reward - 0.5 clip(longest segment - 768, 0, 256) / 256, -10, 10)
   A     = R - mean(others in group)    [rloo]
@@ -131,7 +131,7 @@ molt rl  MODEL  agent agent.py
   KL    = exp(d) - 1 - d    [k3, beta = 0.02]
   d     = logprob - ref
   ref   = the policy that sampled the token
-  2 optimizer steps per batch; old is of before the first
+  2 optimizer steps per batch; old is computed before the first
   output out""",
 )
 
@@ -164,6 +164,14 @@ def test_a_function_of_the_user_is_shown_by_its_formula_or_name(tmp_path):
         f"  loss = sum_t 1/N * (-A logprob + {{0}} [sic]) * c    [{file}:flat]",
     ]
     assert lines[-2] == "  one optimizer step per batch; c is the trust region"
+
+
+@pytest.mark.parametrize(
+    ("bound", "words"), [(0, "on-policy"), (1, "at most 1 batch off-policy"), (3, "at most 3 batches off-policy")]
+)
+def test_how_far_off_policy_a_token_may_be(bound, words):
+    train = TrainConfig(agent_path="agent.py", async_queue_size=bound)
+    assert header(replace(PLAIN, train=train), 3).splitlines()[1] == f"  3 steps of 32 x 8 rollouts, {words}"
 
 
 def test_an_unknown_estimator_has_no_header():

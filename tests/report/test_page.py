@@ -1,5 +1,7 @@
+import html
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from molt.config import LoggerConfig
-from molt.report.charts import Chart, draw, short, smooth, thin, ticks
+from molt.report.charts import Chart, draw, short, smooth, smoothing_radius, thin, ticks
 from molt.report.page import build, write_report
 from molt.report.rollouts import write_rollouts
 from molt.report.sinks import RunLog
@@ -17,8 +19,9 @@ EVIL = "<script>alert('x')</script>"
 
 
 def rollout(reward, text):
-    ids = [ord(c) for c in "ask" + text]
-    versions = [-1] * 3 + [4] * len(text)
+    prompt = "ask" + EVIL
+    ids = [ord(character) for character in prompt + text]
+    versions = [-1] * len(prompt) + [4] * len(text)
     return {
         "group_id": f"0:1{EVIL}",
         "rollout": 0,
@@ -29,11 +32,20 @@ def rollout(reward, text):
         "outcome": "scored",
         "truncated": False,
         "version_trained": 5,
-        "prompt_tokens": 3,
+        "prompt_tokens": len(prompt),
         "token_ids": ids,
         "versions": versions,
         "logprobs": [0.0] * len(ids),
     }
+
+
+def figures_of(page):
+    """The names that a filter searches, of each chart, and the chart."""
+    found = {}
+    for figure in re.findall(r"<figure.*?</figure>", page):
+        (names,) = re.findall(r'data-names="([^"]*)"', figure)
+        found[html.unescape(names)] = figure
+    return found
 
 
 @pytest.fixture
@@ -129,6 +141,92 @@ def test_an_sft_run_has_only_what_it_measured(tmp_path):
     assert "Reward" not in page and "Rollouts" not in page and "Events" not in page and "formula" not in page
 
 
+NUMBERS = {
+    "rollout/reward": 0.5,
+    "rollout/turns": 3.0,
+    "rollout/policy_failures": 0.25,
+    "rollout/mixed_groups": 0.5,
+    "rollout/info/acc[0]": 0.125,
+    "rollout/info/tool calls": 2.0,
+    "rollout/info/softmax": 0.0,
+    "eval/math/pass1": 0.5,
+    "eval/math/pass1_low": 0.375,
+    "train/grad_norm": 0.0,  # its chart has a logarithmic axis
+    "perf/runner_lag_max": 0.01,
+    EVIL: 1.0,
+}
+
+
+@pytest.fixture
+def many_metrics(tmp_path):
+    with RunLog(tmp_path, LoggerConfig(logging_steps=100), "", 3) as log:
+        for step in (1, 2, 3):
+            log.step(step, NUMBERS)
+    return tmp_path
+
+
+def test_every_metric_is_drawn_once(many_metrics):
+    drawn = []
+    for figure in figures_of(build(many_metrics)).values():
+        (hover,) = re.findall(r'data-hover="([^"]*)"', figure)
+        drawn += [name for name, points in json.loads(html.unescape(hover))["series"]]
+    assert sorted(drawn) == sorted(NUMBERS)
+
+
+def test_what_has_no_chart_of_its_own_is_named_in_full_and_the_agents_numbers_come_first(many_metrics):
+    page = build(many_metrics)
+    others = page[page.index("All other metrics") :]
+    titles = [html.unescape(title) for title in re.findall(r"<figure.*?<h3>(.*?)<output>", others)]
+    assert titles == [
+        "rollout/info/acc[0]",
+        "rollout/info/softmax",
+        "rollout/info/tool calls",
+        EVIL,
+        "eval/math/pass1_low",
+        "perf/runner_lag_max",
+        "train/grad_norm",
+    ]
+
+
+def test_a_chart_is_searched_by_its_title_and_its_metrics(many_metrics):
+    page = build(many_metrics)
+    assert "Policy failures rollout/policy_failures" in figures_of(page)
+    assert "rollout/info/acc[0] rollout/info/acc[0]" in figures_of(page)
+    # Hidden without scripts, as it could not filter then; page.js shows it.
+    assert page.count('<label class="filter" hidden>') == 1
+    assert '<h2 data-charts="other-charts">' in page and '<div class="charts" id="other-charts">' in page
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no browser")
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ("TURNS", {"Turns"}),
+        ("info/ calls", {"rollout/info/tool calls"}),  # every word of it
+        ("mixed groups", {"Mixed groups"}),
+        ("no such metric", set()),
+    ],
+)
+def test_the_filter_box_in_a_browser(many_metrics, words, shown):
+    typing = f"""
+        const box = document.querySelector(".filter input");
+        box.value = {json.dumps(words)};
+        box.dispatchEvent(new Event("input"));
+        const shown = document.querySelectorAll("figure:not([hidden]) h3");
+        document.title = JSON.stringify([...shown].map(heading => heading.firstChild.textContent));
+    """
+    page = many_metrics / "typed.html"
+    page.write_text(build(many_metrics).replace("</script></html>", typing + "</script></html>"))
+    done = subprocess.run(
+        ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", page.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    (title,) = re.findall(r"<title>(.*?)</title>", done.stdout)
+    assert set(json.loads(html.unescape(title))) == shown
+
+
 def test_an_empty_run_is_a_page_too(tmp_path):
     assert "No metrics yet." in build(tmp_path)
 
@@ -169,6 +267,38 @@ def test_smoothing_does_not_lag():
     line = [(i, 2.0 * i) for i in range(48)]
     # 48 points: 2 on each side. First window 0, 2, 4; last 90, 92, 94.
     assert smooth(line) == [(0, 2.0), (1, 3.0), *line[2:-2], (46, 91.0), (47, 92.0)]
+
+
+@pytest.mark.parametrize(("points", "neighbours"), [(1, 0), (11, 0), (12, 2), (40, 2), (47, 2), (72, 3), (300, 12)])
+def test_the_window_of_a_moving_mean_is_5_points_or_a_twelfth(points, neighbours):
+    assert smoothing_radius(points) == neighbours
+
+
+def test_a_run_of_40_steps_has_a_thin_and_a_bold_line():
+    zigzag = [(step, float(step % 2)) for step in range(40)]
+    figure = draw(Chart("m", ("a",)), {"a": zigzag})
+    thin_line, bold_line = re.findall(r'<polyline class="([^"]*)" points="([^"]*)"', figure)
+    assert thin_line[0] == "c0 raw" and bold_line[0] == "c0"
+    assert thin_line[1] != bold_line[1]
+    # 5 neighbours of 0, 1, 0, 1, ... have the mean 2/5 or 3/5.
+    assert [value for _, value in smooth(zigzag)[2:4]] == [0.4, 0.6]
+    assert draw(Chart("m", ("a",)), {"a": zigzag[:11]}).count("<polyline") == 1
+    assert draw(Chart("m", ("a",), noisy=False), {"a": zigzag}).count("<polyline") == 1
+
+
+@pytest.mark.parametrize(
+    ("steps", "sentence"),
+    [
+        (11, "One point per step."),
+        (40, "Thin: single steps. Bold: the mean of 5 neighbouring steps."),
+        # 300 points of 2 steps, and 25 of them.
+        (600, "Thin: means of about 2 steps. Bold: the mean of 50 neighbouring steps."),
+    ],
+)
+def test_the_page_says_what_thin_and_bold_are(tmp_path, steps, sentence):
+    lines = [json.dumps({"step": step, "time": float(step), "train/loss": 1.0}) for step in range(1, steps + 1)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    assert f'<p class="lead">{sentence}</p>' in build(tmp_path)
 
 
 def test_a_logarithmic_axis_leaves_out_what_it_cannot_show():
