@@ -38,7 +38,7 @@ from molt.config import RLConfig
 from molt.data.prompts import PromptDataset
 from molt.data.rows import load_rows
 from molt.driver import drive
-from molt.rollout.runner_worker import group_task
+from molt.rollout.group_task import group_task
 from tests.tiny import ALPHABET, char_tokenizer, save_tiny, tiny_qwen3
 
 PROMPTS, SAMPLES, ALONE, WARM_UP = 16, 8, 3, 2

@@ -28,11 +28,12 @@ from molt.config import RLConfig
 from molt.errors import ConfigError, LostError, ResourceError
 from molt.parallel.mesh import DTYPES, param_dtype, resolve_device
 from molt.report.metrics import merge
+from molt.rollout.agent_host import RunnerSettings, longest_s
 from molt.rollout.engine_group import EngineGroup
 from molt.rollout.engine_worker import EngineSettings, RolloutEngineWorker
 from molt.rollout.handles import DEAD, ignore_event
 from molt.rollout.runner_pool import GRACE_S, RunnerPool
-from molt.rollout.runner_worker import RunnerSettings, RunnerWorker, longest_s
+from molt.rollout.runner_worker import RunnerWorker
 from molt.train.critic import Critic, CriticSettings
 from molt.train.policy import Policy, PolicySettings
 from molt.train.policy_worker import CriticWorker, PolicyRanks, PolicyWorker, ReferenceWorker

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from molt.algo.interval import mean_interval
 from molt.algo.passk import pass_at_k
 from molt.config import EvalConfig, RolloutConfig
+from molt.rollout.group_task import GroupTask, group_task
 from molt.rollout.runner_pool import RunnerPool
-from molt.rollout.runner_worker import GroupTask, group_task
 from molt.types import InfraFailure, Metric, Prompt, RolloutInfo
 
 EPOCH = -1

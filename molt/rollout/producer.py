@@ -18,8 +18,8 @@ from molt.data.prompts import PromptStream
 from molt.errors import AgentError, FailureRateError, MoltError, StalledError, UnusableRow
 from molt.rare_gc import collect_rarely
 from molt.rollout.admission import Tally, may_start, select_batch
+from molt.rollout.group_task import group_task
 from molt.rollout.runner_pool import RunnerPool
-from molt.rollout.runner_worker import group_task
 from molt.types import Group, InfraFailure, Metric, Prompt
 
 MIN_ATTEMPTS = 50

@@ -17,8 +17,8 @@ from molt.algo.advantage import ADVANTAGES
 from molt.batch.plan import RankPlan, advantages, plan_batch
 from molt.config import RolloutConfig
 from molt.errors import AgentError, FailureRateError, StalledError, UnusableRow
+from molt.rollout.group_task import GroupResult
 from molt.rollout.producer import MIN_ATTEMPTS, STARTS, FailureWindow, Producer
-from molt.rollout.runner_worker import GroupResult
 from molt.types import Group, InfraFailure, Metric, PolicyFailure, Prompt, RolloutInfo, SampleInfo, Scored
 
 GOOD = Scored(1.0, 1.0)
