@@ -38,8 +38,8 @@ from molt.config import RLConfig
 from molt.data.prompts import PromptDataset
 from molt.data.rows import load_rows
 from molt.driver import drive
+from molt.rollout.group_task import group_task
 from molt.rollout.handles import ignore_event
-from molt.rollout.runner_worker import group_task
 from molt.spec import resolve
 from tests.tiny import ALPHABET, char_tokenizer, save_tiny, tiny_qwen3
 

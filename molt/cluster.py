@@ -27,11 +27,12 @@ from molt.errors import LostError, ResourceError
 from molt.parallel.mesh import resolve_device
 from molt.report.metrics import merge
 from molt.roles import assign_ranks
+from molt.rollout.agent_host import longest_s
 from molt.rollout.engine_group import EngineGroup
 from molt.rollout.engine_worker import RolloutEngineWorker
 from molt.rollout.handles import DEAD, EngineHandle
 from molt.rollout.runner_pool import GRACE_S, RunnerPool
-from molt.rollout.runner_worker import RunnerWorker, longest_s
+from molt.rollout.runner_worker import RunnerWorker
 from molt.spec import ProcessSpec
 from molt.train.critic import Critic
 from molt.train.policy import Policy

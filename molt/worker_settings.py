@@ -10,8 +10,8 @@ from molt.algo.plugin import absolute
 from molt.config import AlgoConfig, RLConfig
 from molt.parallel.mesh import DTYPES, param_dtype, resolve_device
 from molt.roles import Role
+from molt.rollout.agent_host import RunnerSettings
 from molt.rollout.engine_worker import EngineSettings
-from molt.rollout.runner_worker import RunnerSettings
 from molt.spec import ProcessSpec
 from molt.train.critic import CriticSettings
 from molt.train.policy import PolicySettings

@@ -10,8 +10,8 @@ from ray.exceptions import OutOfMemoryError
 from molt.errors import LostError, RankLostError
 from molt.rollout.engine_group import EngineGroup
 from molt.rollout.engine_pool import EnginePool
+from molt.rollout.group_task import GroupTask
 from molt.rollout.runner_pool import RunnerPool
-from molt.rollout.runner_worker import GroupTask
 from molt.train.rank_worker import Ranks
 from molt.types import InfraFailure, Prompt
 

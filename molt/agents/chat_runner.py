@@ -5,41 +5,26 @@ recorded in the session's token tree; the branches of the tree are the samples.
 """
 
 import asyncio
-import contextlib
 import copy
 import os
-import secrets
-import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import psutil
 
 from molt.agents.env import Result
-from molt.agents.step_runner import CLOSE_S, Episode, EpisodeContext, Serving, judge_of, outcome_of
-from molt.chat.session import Session, aside
+from molt.agents.episode import Episode, EpisodeContext, checked, outcome_of
+from molt.agents.harness import Finished, run_harness
+from molt.agents.serving import Serving, judge_of
+from molt.agents.step_runner import CLOSE_S
+from molt.chat.session import Session
 from molt.chat.tree import Node
 from molt.errors import AgentError
-from molt.types import InfraFailure, Media, PolicyFailure, Scored, Turn
+from molt.types import InfraFailure, Media, PolicyFailure, Turn
 
-API_KEY, MODEL, MARK = "molt", "policy", "MOLT_HARNESS"
-GRACE_S, KILL_S = 1.0, 5.0
-"""What a harness may take to end when it is asked to, and to be gone when it is ended."""
-KEPT_BYTES = 1 << 22
-"""Of the beginning of what a harness writes, and of its end."""
-
-
-@dataclass(frozen=True)
-class Finished:
-    """How an external harness ended."""
-
-    returncode: int
-    stdout: str
-    """Its beginning and its end, where it is too long to be kept."""
-    stderr: str
-    timed_out: bool = False
+API_KEY = "molt"
+MODEL = "policy"
 
 
 @dataclass(frozen=True)
@@ -52,7 +37,7 @@ class ChatContext:
     data_source: str
     tools: list[dict[str, Any]] | None
     seed: int
-    """An integer of this rollout's own."""
+    """An integer that no other rollout has."""
     base_url: str
     """Of the session, for Anthropic clients; every call to it is recorded and trained."""
     judge_url: str
@@ -75,102 +60,36 @@ class ChatContext:
         self.session.tree.exclude(what)
 
     async def harness(
-        self, *command: str, cwd: str | os.PathLike | None = None, env: Mapping[str, str] | None = None,
-        stdin: str = "", timeout_s: float | None = None,
-    ) -> Finished:  # fmt: skip
+        self,
+        *command: str,
+        cwd: str | os.PathLike | None = None,
+        env: Mapping[str, str] | None = None,
+        stdin: str = "",
+        timeout_s: float | None = None,
+    ) -> Finished:
         """Run an external program with the session in its environment, and end what it started with it.
 
         `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL`, `ANTHROPIC_API_KEY` are set; `env` is on top. Ended
         are its process group, its descendants, and whoever has its `MOLT_HARNESS` in the environment: all but a process
         that left the group, lost its parents and cleared its environment.
         """
-        found = {"OPENAI_BASE_URL": self.openai_url, "ANTHROPIC_BASE_URL": self.base_url}
-        found |= dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY"), self.api_key)
-        found |= dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1")
-        found |= {} if cwd is None else {"PWD": os.path.abspath(cwd)}  # some look there, and not where they are
-        mark = secrets.token_hex(16)
-        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
-        process = await asyncio.create_subprocess_exec(
-            *command, cwd=cwd, env={**os.environ, **found, **(env or {}), MARK: mark}, start_new_session=True, **pipes
-        )
-        said = Said(), Said()
-        pairs = zip((process.stdout, process.stderr), said, strict=True)
-        talk = [asyncio.create_task(_read(*pair)) for pair in pairs] + [asyncio.create_task(_write(process, stdin))]
-        timed_out = False
-        try:
-            async with asyncio.timeout(timeout_s):
-                await _exited(process)
-        except TimeoutError:
-            timed_out = True
-        finally:  # also what it left in the background, and when the rollout is cancelled
-            await _end(process, mark)
-            await asyncio.wait(talk, timeout=KILL_S)  # nobody holds the pipes any more
-            for task in talk:
-                task.cancel()
-        return Finished(process.returncode, *map(str, said), timed_out)
+        environment = {**os.environ, **self._session_environment()}
+        if cwd is not None:
+            environment["PWD"] = os.path.abspath(cwd)  # some programs look there, and not where they are
+        if env is not None:
+            environment.update(env)
+        return await run_harness(command, environment=environment, cwd=cwd, stdin=stdin, timeout_s=timeout_s)
 
-
-async def _exited(process: asyncio.subprocess.Process) -> None:
-    while process.returncode is None:  # `wait` would also wait for whoever else holds the pipes
-        await asyncio.sleep(0.02)
-
-
-class Said:
-    """The beginning and the end of what a process writes, which a policy may make endless."""
-
-    def __init__(self):
-        self.head, self.tail, self.dropped = bytearray(), bytearray(), 0
-
-    def add(self, chunk: bytes) -> None:
-        space = KEPT_BYTES - len(self.head)
-        self.head += chunk[:space]
-        self.tail += chunk[space:]
-        if len(self.tail) > 2 * KEPT_BYTES:
-            self.dropped += len(self.tail) - KEPT_BYTES
-            del self.tail[:-KEPT_BYTES]
-
-    def __str__(self) -> str:
-        gap = f"\n... {self.dropped:,} bytes ...\n".encode() if self.dropped else b""
-        return (self.head + gap + self.tail).decode(errors="replace")
-
-
-async def _read(stream: asyncio.StreamReader, into: Said) -> None:
-    while chunk := await stream.read(1 << 16):
-        into.add(chunk)
-
-
-async def _write(process: asyncio.subprocess.Process, text: str) -> None:
-    with contextlib.suppress(ConnectionError):  # it may end without reading
-        process.stdin.write(text.encode())
-        await process.stdin.drain()
-        process.stdin.close()
-
-
-async def _end(process: asyncio.subprocess.Process, mark: str) -> None:
-    """End its group, and what has left the group but descends from it or has `mark` in its environment."""
-    strays: set[psutil.Process] = set()
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        # Before their parents are ended: then nothing says whose they were.
-        strays |= await aside(_strays, process.pid if process.returncode is None else None, mark)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        for stray in strays:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                stray.send_signal(number)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(KILL_S if number == signal.SIGKILL else GRACE_S):
-                await _exited(process)
-
-
-def _strays(parent: int | None, mark: str) -> set[psutil.Process]:
-    found = set()
-    with contextlib.suppress(psutil.Error):
-        found |= set(psutil.Process(parent).children(recursive=True)) if parent else set()
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.pid != os.getpid() and process.environ().get(MARK) == mark:
-                found.add(process)
-    return found
+    def _session_environment(self) -> dict[str, str]:
+        """The variables by which clients find the session, without a proxy."""
+        return {
+            "OPENAI_BASE_URL": self.openai_url,
+            "OPENAI_API_KEY": self.api_key,
+            "ANTHROPIC_BASE_URL": self.base_url,
+            "ANTHROPIC_API_KEY": self.api_key,
+            "NO_PROXY": "127.0.0.1",
+            "no_proxy": "127.0.0.1",
+        }
 
 
 class ChatAgent:
@@ -189,47 +108,57 @@ class ChatAgentRunner(Serving):
             super().__init__(MyAgent)
     """
 
+    needs_chat = True
+    """Its episodes need a chat renderer."""
+
     def __init__(self, agent_class: type[ChatAgent]):
         self.agent_class = agent_class
 
     async def run(self, context: EpisodeContext) -> Episode:
         """One episode. Raises `InfraFailure` when the engines fail; anything the agent raises passes through."""
-        server, turns = await self.server(), []
+        server = await self.server()
+        episode = Episode()
 
-        async def call_model(prompt_ids: list[int], max_tokens: int, **shown: Sequence[Media]) -> Turn:
-            turn = await context.call_model(prompt_ids, max_tokens, **shown)
-            turns.append(replace(turn, prompt_ids=np.empty(0, np.int32)))  # the tree has them, once
+        async def call_model(prompt_ids: list[int], max_tokens: int, *, media: tuple[Media, ...] = ()) -> Turn:
+            turn = await context.call_model(prompt_ids, max_tokens, media=media)
+            episode.turns.append(replace(turn, prompt_ids=np.empty(0, np.int32)))  # the tree has them, once
             return turn
 
-        limits = {"max_len": context.max_len, "max_new_tokens": context.max_new_tokens}
-        session = Session(context.chat, call_model, call_freely=context.call_freely, **limits)
-        judge = judge_of(context)
-        judge.failed = session.failed  # whichever cannot answer ends the episode
-        urls = [server.open(session), server.open(judge)]
+        session = Session(
+            context.chat_renderer,
+            call_model,
+            call_freely=context.call_freely,
+            max_len=context.max_len,
+            max_new_tokens=context.max_new_tokens,
+        )
+        judge = judge_of(context, failed=session.failed)  # the failure of either ends the episode
+        base_url = server.open(session)
+        judge_url = server.open(judge)
         try:
-            return await self._play(context, (session, judge), urls, turns)
+            ctx = _chat_context(context, session, base_url=base_url, judge_url=judge_url)
+            await self._play(ctx, session, judge, episode)
+            _add_samples(episode, session)
+            return episode
         finally:
-            for url in urls:
-                server.close(url)
+            server.close(base_url)
+            server.close(judge_url)
 
-    async def _play(
-        self, context: EpisodeContext, sessions: Sequence[Session], urls: Sequence[str], turns: list[Turn]
-    ) -> Episode:
-        prompt, agent, session = context.prompt, self.agent_class(), sessions[0]
-        given = prompt.text if prompt.messages is None else prompt.messages
-        given, label, tools = copy.deepcopy((given, prompt.label, prompt.tools))  # others play the same prompt
-        ctx = ChatContext(given, label, prompt.data_source, tools, context.seed, *urls, session)
-        episode = Episode(turns, Scored(0.0, 0.0), truncated=False)
-        work, failed = asyncio.create_task(agent.run(ctx)), asyncio.create_task(session.failed.wait())
+    async def _play(self, ctx: ChatContext, session: Session, judge: Session, episode: Episode) -> None:
+        """Run the agent until it ends or an engine fails, and set the outcome of the episode."""
+        agent = self.agent_class()
+        work = asyncio.create_task(agent.run(ctx))
+        failed = asyncio.create_task(session.failed.wait())
         try:
             await asyncio.wait({work, failed}, return_when=asyncio.FIRST_COMPLETED)
-            for each in sessions:
+            for each in (session, judge):
                 if each.failure is not None:
                     raise each.failure
-            # Out of context: what was earned stands, and here that is nothing before the end.
-            episode.truncated = _ran_out(work.exception(), session)
-            if not episode.truncated:
-                episode.settle(await work, agent)
+            if _ran_out(work.exception(), session):
+                episode.truncated = True  # what was earned stands, and here that is nothing before the end
+            else:
+                result = checked(await work, agent)
+                episode.add(result)
+                episode.truncated = bool(result.truncated)
         except PolicyFailure as failure:
             episode.outcome = outcome_of(failure, agent)
         finally:
@@ -237,16 +166,43 @@ class ChatAgentRunner(Serving):
                 task.cancel()
             await asyncio.wait({work, failed}, timeout=CLOSE_S)
             if work.done() and not work.cancelled():
-                work.exception()  # seen: what an agent raises after its engine has failed is of no consequence
-        tree = episode.tree = session.tree
-        episode.samples, leaves = tree.samples(), tree.leaves()
-        episode.truncated |= bool(leaves) and session.finishes[leaves[-1].index] == "length"
-        session.counters["side_calls"] = sum(tree.side(node) for node in tree.nodes)
-        episode.info |= {f"chat_{name}": float(n) for name, n in session.counters.items() if n}
-        return episode
+                work.exception()  # retrieved: what an agent raises after its engine has failed does not matter
+
+
+def _chat_context(context: EpisodeContext, session: Session, *, base_url: str, judge_url: str) -> ChatContext:
+    """What the agent gets. Copies of the row: other rollouts start from the same prompt."""
+    prompt = context.prompt
+    conversation = prompt.text if prompt.messages is None else prompt.messages
+    assert conversation is not None, "a prompt has a text or messages"
+    return ChatContext(
+        prompt=copy.deepcopy(conversation),
+        label=copy.deepcopy(prompt.label),
+        data_source=prompt.data_source,
+        tools=copy.deepcopy(prompt.tools),
+        seed=context.seed,
+        base_url=base_url,
+        judge_url=judge_url,
+        session=session,
+    )
 
 
 def _ran_out(error: BaseException | None, session: Session) -> bool:
     """Whether an agent gave up because its context is full: it had answers, and was refused the last one."""
-    theirs = isinstance(error, Exception) and not isinstance(error, PolicyFailure | InfraFailure)
-    return theirs and session.refused and bool(session.tree.nodes)
+    if not isinstance(error, Exception) or isinstance(error, PolicyFailure | InfraFailure):
+        return False
+    return session.refused and bool(session.tree.nodes)
+
+
+def _add_samples(episode: Episode, session: Session) -> None:
+    """Take the samples and the counters of a session into its episode."""
+    tree = session.tree
+    episode.tree = tree
+    episode.samples = tree.samples()
+    leaves = tree.leaves()
+    if leaves and session.finishes[leaves[-1].index] == "length":
+        episode.truncated = True
+
+    session.counters["side_calls"] = sum(tree.side(node) for node in tree.nodes)
+    for name, count in session.counters.items():
+        if count:
+            episode.info[f"chat_{name}"] = float(count)

@@ -2,8 +2,8 @@
 
 B = `rollout.batch_size` groups per batch, Q = `train.async_queue_size`, M = `train.max_staleness` >= Q.
 Batch k is trained at step k, when k batches are, and makes step k + 1. A group is open from its start until
-the batch that trains it is published, or until it is discarded. All functions are pure. They are asked after every
-group that ends, so they look at a `Tally`, not at the groups.
+the batch that trains it is published, or until it is discarded. All functions are pure. The producer calls them
+after every group that ends, so they look at a `Tally`, not at the groups.
 
 **No token is trained more than M batches after its weights.** Sort the open groups that are not in
 training by start step, v_0 <= v_1 <= ...; in the worst case they are trained in that order, the i-th in
@@ -53,10 +53,9 @@ class Tally:
         self.finished[group.start_step] += 1
 
     def remove(self, group: Group) -> None:
-        for counts in (self.open, self.finished) if group.finished else (self.open,):
-            counts[group.start_step] -= 1
-            if not counts[group.start_step]:
-                del counts[group.start_step]
+        _decrement(self.open, group.start_step)
+        if group.finished:
+            _decrement(self.finished, group.start_step)
 
 
 def may_start(open_groups: int, in_flight: int, *, batch_size: int, queue: int, generate_batch_size: int) -> bool:
@@ -64,18 +63,20 @@ def may_start(open_groups: int, in_flight: int, *, batch_size: int, queue: int, 
 
     open_groups: groups that are open, those in training included. in_flight: the running ones among them.
     """
-    return open_groups < (1 + queue) * batch_size and in_flight < generate_batch_size
+    has_slot = open_groups < (1 + queue) * batch_size
+    return has_slot and in_flight < generate_batch_size
 
 
 def in_time(starts: Counter[int], *, step: int, batch_size: int, max_staleness: int) -> bool:
     """Whether all groups can still be trained in time, from batch `step` on: `v_i + M >= step + i // B`.
 
-    starts: groups by start step, none zero. The last of equal steps is the one to ask for.
+    starts: groups by start step, none zero. Of equal steps only the last group is checked: it is trained last.
     """
     last = -1
-    for v, count in sorted(starts.items()):
+    for start_step, count in sorted(starts.items()):
         last += count
-        if v + max_staleness < step + last // batch_size:
+        batch = step + last // batch_size
+        if start_step + max_staleness < batch:
             return False
     return True
 
@@ -97,20 +98,40 @@ def select_batch(
             f"`train.max_staleness` (={max_staleness}) of their weights, in batches of {batch_size} from step "
             f"{step} on: waiting would never end. Resume with the settings that the buffer was filled with."
         )
+
     taken = _oldest(tally.finished, batch_size)
     if taken.total() < batch_size:
-        ready = exhausted and bool(taken) and taken == tally.open
+        is_last_batch = exhausted and taken.total() > 0 and taken == tally.open
+        if not is_last_batch:
+            return None
     else:
         rest = tally.open - taken
-        ready = in_time(rest, step=step + 1, batch_size=batch_size, max_staleness=max_staleness)
-    if not ready:
-        return None
-    return sorted((g for g in groups if g.finished), key=lambda g: (g.start_step, g.order))[:batch_size]
+        if not in_time(rest, step=step + 1, batch_size=batch_size, max_staleness=max_staleness):
+            return None
+
+    finished = [group for group in groups if group.finished]
+    finished.sort(key=_age)
+    return finished[:batch_size]
+
+
+def _decrement(counts: Counter[int], start_step: int) -> None:
+    counts[start_step] -= 1
+    if counts[start_step] == 0:
+        del counts[start_step]
 
 
 def _oldest(starts: Counter[int], count: int) -> Counter[int]:
-    """The start steps of the `count` oldest, or of all if they are fewer."""
+    """The start steps of the `count` oldest groups, or of all if they are fewer."""
     taken: Counter[int] = Counter()
-    for v in sorted(starts):
-        taken[v] = min(starts[v], count - taken.total())
-    return +taken
+    missing = count
+    for start_step in sorted(starts):
+        if missing == 0:
+            break
+        taken[start_step] = min(starts[start_step], missing)
+        missing -= taken[start_step]
+    return taken
+
+
+def _age(group: Group) -> tuple[int, int]:
+    """The oldest start first; of equal ones, the first in the stream."""
+    return group.start_step, group.order

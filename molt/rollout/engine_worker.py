@@ -1,4 +1,4 @@
-"""One vLLM engine in a Ray actor: token ids in, token ids out, with log-probs and version spans.
+"""One vLLM engine in a Ray actor: token ids in, token ids out, with log-probs and policy versions.
 
 `Engine` is the Protocol seam of the rollout side: everything above it runs against any class with
 these methods (the tests have a fake one). vLLM carries a version as a string; here it is an integer.
@@ -8,7 +8,7 @@ import asyncio
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import ray
@@ -19,12 +19,17 @@ from molt.errors import EngineError
 from molt.publish.proof import Receipt
 from molt.types import Media, Turn
 
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.config.model import ModelDType
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
 CPU_KV_CACHE_BYTES = 512 << 20
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What an engine needs to know; derived from the run's config by `cluster`."""
+    """What an engine needs to know; `cluster` derives it from the run's config."""
 
     model: str
     dtype: str
@@ -35,15 +40,15 @@ class EngineSettings:
     vllm: VllmConfig = field(default_factory=VllmConfig)
     weight_transfer: str = "shm"
     partial_rollouts: bool = False
-    """A publication interrupts running requests, which then go on under the new weights."""
+    """A weight sync interrupts running requests, which then go on under the new weights."""
     deterministic: bool = False
-    """What a request gets does not depend on what else runs."""
+    """The answer to a request does not depend on the other requests."""
     extension: str = "molt.publish.receive.EngineExtension"
     """Mixed into vLLM's worker; its module registers the transfer back end."""
 
     @property
     def keeps_kv(self) -> bool:
-        """A request that a publication interrupts keeps the KV of the weights before it."""
+        """Whether a request that a weight sync interrupts keeps the KV cache of the weights before it."""
         return self.partial_rollouts and self.vllm.partial_kv == "keep"
 
 
@@ -60,9 +65,9 @@ class Sampling:
 
 
 class Engine(Protocol):
-    """What the rollout side and the publication need of an engine.
+    """What rollouts and weight syncs need of an engine.
 
-    An engine that was started serves nobody before `resume`; a publication is start, update, finish, commit, resume.
+    After `start` an engine refuses requests until `resume`. A weight sync is start, update, finish, commit, resume.
     """
 
     async def generate(
@@ -87,11 +92,12 @@ class VllmEngine:
         self.llm: Any = None
         """vLLM's `AsyncLLM`, once `start` was called."""
         self.joined = False
-        """It has had weights of the trainer, or was told to serve its own."""
+        """Whether it may serve: it has had the trainer's weights, or was told to serve those on disk."""
         self._open = asyncio.Event()
-        """Closed while a publication runs."""
+        """Cleared while a weight sync runs."""
         self._updating = False
-        self._scored = 0
+        """Whether vLLM has an update open."""
+        self._score_requests = 0
 
     async def start(self) -> None:
         """Load the model; after this the engine holds its own copy of the initial weights, version 0."""
@@ -119,22 +125,9 @@ class VllmEngine:
         Raises `EngineError` when vLLM aborts the request or is dead, when the engine was restarted and waits for
         weights, or when vLLM puts other tokens in the place of an image.
         """
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        params = SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_tokens=sampling.max_tokens,
-            seed=sampling.seed,
-            stop_token_ids=list(sampling.stop_token_ids),
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        params = _sampling_params(sampling)
         if not self.joined:
             raise EngineError(f"request {request_id}: the engine was restarted and has no weights of the trainer yet")
         await self._open.wait()
@@ -143,11 +136,14 @@ class VllmEngine:
                 f"request {request_id} shows images, and vLLM reads them before it takes the salt that tells the KV of "
                 "two versions apart. Use --vllm.partial_kv recompute."
             )
+        prompt: dict[str, Any] = {"prompt_token_ids": prompt_ids}
+        if media:
+            prompt = await asyncio.to_thread(_prompt_with_images, prompt_ids, media)
         try:
-            shown = await asyncio.to_thread(_shown, prompt_ids, media) if media else {"prompt_token_ids": prompt_ids}
-            final = await self._final(shown, params, request_id)
+            final = await self._final(prompt, params, request_id)
         except (EngineDeadError, EngineGenerateError) as error:
             raise EngineError(f"engine failed on request {request_id}: {error!r}") from error
+
         output = final.outputs[0]
         if output.finish_reason not in ("stop", "length"):
             raise EngineError(f"request {request_id} ended with finish_reason {output.finish_reason!r}")
@@ -177,15 +173,16 @@ class VllmEngine:
         params = SamplingParams(
             max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
-        self._scored += 1
-        final = await self._final({"prompt_token_ids": ids}, params, f"score-{self._scored}")
-        values = [0.0] + [
-            position[token].logprob for position, token in zip(final.prompt_logprobs[1:], ids[1:], strict=True)
-        ]
+        self._score_requests += 1
+        final = await self._final({"prompt_token_ids": ids}, params, f"score-{self._score_requests}")
+
+        values = [0.0]
+        for candidates, token in zip(final.prompt_logprobs[1:], ids[1:], strict=True):
+            values.append(candidates[token].logprob)
         return np.asarray(values, np.float32)
 
     async def _final(self, prompt: dict[str, Any], params: Any, request_id: str) -> Any:
-        """vLLM's one output of a request with `FINAL_ONLY`.
+        """The one output of a request with `FINAL_ONLY`.
 
         Nothing is awaited between the gate in `generate` and vLLM's queue (that is why the prompt is one that vLLM need
         not render), so a request carries the salt of the weights it starts under.
@@ -194,11 +191,16 @@ class VllmEngine:
         from vllm.inputs.engine import tokens_input
 
         if "multi_modal_data" in prompt:
-            asked = TokensPrompt(**prompt)
+            request = TokensPrompt(**prompt)
         else:
-            asked = tokens_input(**prompt, cache_salt=str(self.version) if self.settings.keeps_kv else None)
-        async for output in self.llm.generate(asked, params, request_id):
+            salt = str(self.version) if self.settings.keeps_kv else None
+            request = tokens_input(prompt["prompt_token_ids"], cache_salt=salt)
+
+        final = None
+        async for output in self.llm.generate(request, params, request_id):
             final = output
+        if final is None:
+            raise EngineError(f"request {request_id} ended without an output")
         return final
 
     async def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
@@ -207,7 +209,7 @@ class VllmEngine:
         await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
 
     async def start_weight_update(self) -> None:
-        """Let running requests finish or hold them where they are, hold new ones, drop the caches; open the update.
+        """Open an update: hold new requests, let running ones finish or hold them too, and drop the caches.
 
         An update that was interrupted before is closed first: the new one overwrites what it left.
         """
@@ -233,7 +235,7 @@ class VllmEngine:
         self._updating = False
 
     async def commit(self, version: int) -> list[Receipt]:
-        """Stamp the new version, and report what every worker received and holds. Requests stay held."""
+        """Set the new version, and report what every worker received and holds. Requests stay held."""
         await self.llm.update_weight_version(str(version))
         reports = await self.llm.collective_rpc("molt_receipt")
         echoed = await self.llm.get_weight_version()
@@ -241,7 +243,7 @@ class VllmEngine:
         return [Receipt(echoed, received, digest) for received, digest in reports]
 
     async def resume(self) -> None:
-        """Serve: the requests that were held, and new ones."""
+        """Serve the requests that were held, and new ones."""
         await self.llm.resume_generation()
         self.joined = True
         self._open.set()
@@ -259,23 +261,50 @@ class VllmEngine:
         return self.joined
 
 
-@ray.remote(max_concurrency=16384)
+def _actor(engine: type[VllmEngine]) -> Any:
+    """The Ray actor class; `Any`, for Ray types neither its options nor its handles."""
+    return ray.remote(max_concurrency=16384)(engine)  # pyright: ignore[reportCallIssue]
+
+
+@_actor
 class RolloutEngineWorker(VllmEngine):
-    """A `VllmEngine` in a process of its own."""
+    """A `VllmEngine` as a Ray actor."""
 
 
-def _shown(ids: list[int], media: Sequence[Media]) -> dict[str, Any]:
-    """A prompt as vLLM takes it: one token for each image, in the place of those that it will put there itself."""
-    short, end = [], 0
+def _sampling_params(sampling: Sampling) -> "SamplingParams":
+    """What vLLM needs to sample one turn and report its log-probs."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_tokens,
+        seed=sampling.seed,
+        stop_token_ids=list(sampling.stop_token_ids),
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _prompt_with_images(ids: list[int], media: Sequence[Media]) -> dict[str, Any]:
+    """A prompt as vLLM takes it: one token for each image, which vLLM replaces by the image's tokens."""
+    short: list[int] = []
+    end = 0
     for each in media:
-        short += [*ids[end : each.start], each.token_id]
+        short.extend(ids[end : each.start])
+        short.append(each.token_id)
         end = each.start + each.length
+    short.extend(ids[end:])
     images = [open_image(each.data) for each in media]
-    return {"prompt_token_ids": [*short, *ids[end:]], "multi_modal_data": {"image": images}}
+    return {"prompt_token_ids": short, "multi_modal_data": {"image": images}}
 
 
-def _versions(spans, length: int) -> np.ndarray:
-    """vLLM's `(version, start, end)` spans → int32 `[T]`. Every sampled token must be covered."""
+def _versions(spans: "Sequence[Any]", length: int) -> np.ndarray:
+    """vLLM's `(version, start, end)` spans → int32 `[T]`. Raises `EngineError` unless they cover every token."""
     versions = np.full(length, -1, np.int32)
     for span in spans:
         versions[span.start : span.end] = int(span.version)
@@ -284,29 +313,16 @@ def _versions(spans, length: int) -> np.ndarray:
     return versions
 
 
-def _engine_arguments(settings: EngineSettings):
+def _engine_arguments(settings: EngineSettings) -> "AsyncEngineArgs":
     from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    cpu = settings.device == "cpu"
-    extra: dict[str, Any] = {}
-    if cpu:
-        # The CPU default block of 128 tokens keeps short prompts out of the prefix cache.
-        extra = {"kv_cache_memory_bytes": CPU_KV_CACHE_BYTES, "block_size": 32}
-        # vLLM 0.32 dies when it splits the prefill of a seeded request: it rewinds a generator as only a GPU's can be.
-        extra |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, settings.max_model_len)}
-        if settings.vllm.tensor_parallel_size == 1:
-            extra["distributed_executor_backend"] = "uni"
-        if settings.deterministic:
-            extra["max_num_seqs"] = 1  # the CPU kernels round differently for other batch sizes
-    else:
-        extra = {"gpu_memory_utilization": settings.vllm.gpu_memory_utilization}
-    return AsyncEngineArgs(
+    arguments = AsyncEngineArgs(
         model=settings.model,
-        dtype=settings.dtype,
+        dtype=cast("ModelDType", settings.dtype),  # vLLM checks it
         max_model_len=settings.max_model_len,
         tensor_parallel_size=settings.vllm.tensor_parallel_size,
-        enforce_eager=settings.vllm.enforce_eager or cpu,
+        enforce_eager=settings.vllm.enforce_eager,
         enable_prefix_caching=settings.vllm.enable_prefix_caching,
         skip_tokenizer_init=True,
         generation_config="vllm",  # the model's own sampling defaults must not leak into the policy
@@ -315,8 +331,26 @@ def _engine_arguments(settings: EngineSettings):
         worker_extension_cls=settings.extension,
         disable_log_stats=True,
         use_tqdm_on_load=False,
-        **extra,
     )
+    if settings.device == "cpu":
+        _adapt_to_cpu(arguments, settings)
+    else:
+        arguments.gpu_memory_utilization = settings.vllm.gpu_memory_utilization
+    return arguments
+
+
+def _adapt_to_cpu(arguments: "AsyncEngineArgs", settings: EngineSettings) -> None:
+    arguments.enforce_eager = True
+    arguments.kv_cache_memory_bytes = CPU_KV_CACHE_BYTES
+    # The CPU default block of 128 tokens keeps short prompts out of the prefix cache.
+    arguments.block_size = 32
+    # vLLM 0.32 dies when it splits the prefill of a seeded request: it rewinds a generator as only a GPU's can be.
+    arguments.enable_chunked_prefill = False
+    arguments.max_num_batched_tokens = max(8192, settings.max_model_len)
+    if settings.vllm.tensor_parallel_size == 1:
+        arguments.distributed_executor_backend = "uni"
+    if settings.deterministic:
+        arguments.max_num_seqs = 1  # the CPU kernels round differently for other batch sizes
 
 
 def _start_by_fork() -> None:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from molt.algo.interval import mean_interval
 from molt.algo.passk import pass_at_k
 from molt.config import EvalConfig, RolloutConfig
-from molt.rollout.runner_worker import GroupResult, GroupTask, group_task
+from molt.rollout.group_task import GroupResult, GroupTask, group_task
 from molt.types import InfraFailure, Metric, Prompt, RolloutInfo
 
 Rollouts = list[RolloutInfo]

@@ -9,7 +9,9 @@ from ray.exceptions import OutOfMemoryError, RayActorError
 
 from molt.publish.proof import Receipt
 from molt.rollout.engine_worker import Sampling
-from molt.types import Media, Turn
+from molt.rollout.group_task import GroupResult, GroupTask
+from molt.rollout.watchdog import RolloutState
+from molt.types import Media, Sample, Turn
 
 DEAD = (RayActorError, OutOfMemoryError)
 """What a call raises when its process is gone. Ray itself kills a process when the node runs out of memory."""
@@ -51,6 +53,29 @@ class EngineHandle(Protocol):
     def resume(self) -> RemoteMethod[[], None]: ...
     @property
     def alive(self) -> RemoteMethod[[], bool]: ...
+
+
+class RunGroupCall(Protocol):
+    """`AgentHost.run_group`, whose two values come as two references."""
+
+    def remote(self, task: GroupTask) -> "tuple[ObjectRef[GroupResult], ObjectRef[list[list[Sample]]]]": ...
+
+
+class RunGroupMethod(Protocol):
+    """`AgentHost.run_group`, called from another process."""
+
+    def options(self, *, num_returns: int) -> RunGroupCall: ...
+
+
+class RunnerHandle(Protocol):
+    """An `AgentHost` in another process."""
+
+    @property
+    def ready(self) -> RemoteMethod[[], None]: ...
+    @property
+    def states(self) -> RemoteMethod[[], tuple[list[RolloutState], float]]: ...
+    @property
+    def run_group(self) -> RunGroupMethod: ...
 
 
 def last_line(error: Exception) -> str:

@@ -18,7 +18,7 @@ from molt.errors import AgentError, FailureRateError, MoltError, StalledError, U
 from molt.rare_gc import collect_rarely
 from molt.rollout.admission import Tally, may_start, select_batch
 from molt.rollout.failures import MIN_WINDOW, FailureWindow
-from molt.rollout.runner_worker import GroupResult, GroupTask, group_task
+from molt.rollout.group_task import GroupResult, GroupTask, group_task
 from molt.rollout.shutdown import Shutdown
 from molt.types import EMPTY_LEDGER, Group, InfraFailure, Ledger, Metric, OnEvent, Prompt
 

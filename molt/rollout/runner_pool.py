@@ -1,4 +1,4 @@
-"""Runners as the driver sees them: who gets a group, and what happens when one dies or hangs."""
+"""The runners as the driver sees them: which one has a group, and what happens when one dies or hangs."""
 
 import asyncio
 import itertools
@@ -6,54 +6,75 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from enum import Enum, auto
 
 import ray
 from ray.exceptions import ObjectLostError
 
 from molt.errors import LostError
-from molt.rollout.handles import DEAD, ignore_event
-from molt.rollout.runner_worker import GroupResult, GroupTask
+from molt.rollout.group_task import GroupResult, GroupTask
+from molt.rollout.handles import DEAD, RunnerHandle, ignore_event, last_line
 from molt.rollout.watchdog import RolloutState, table
 from molt.types import InfraFailure, Sample
 
 GRACE_S = 60.0
-"""What a runner may take beyond the deadlines it enforces itself."""
+"""What a runner may take beyond the deadlines that it enforces itself."""
 LOADING_S = 300.0
-"""A new runner need not answer for so long: it loads its agent."""
+"""A new runner may be silent for so long: it loads its agent."""
+
+SamplesRef = ray.ObjectRef
+"""A reference to the samples of a group, `list[list[Sample]]` by rollout and segment."""
 
 
-def own(samples: list[list[Sample]]) -> ray.ObjectRef:
+def own(samples: list[list[Sample]]) -> SamplesRef:
     """A reference, owned by the driver, to samples that came from a checkpoint."""
     return ray.put(samples)
 
 
-def _retrieve(answer: asyncio.Future) -> None:
-    """Nobody asks what an abandoned answer raises, which asyncio would print."""
-    if not answer.cancelled():
-        answer.exception()
+@dataclass(eq=False)
+class RunnerRecord:
+    """One place in the pool, and the process that fills it now."""
+
+    index: int
+    handle: RunnerHandle
+    started: float
+    """When the process was started, as of `time.monotonic`."""
+    last_states: list[RolloutState] | None = None
+    """What its rollouts did when it last answered; None before its first answer."""
+    in_flight: int = 0
+    """Groups that wait for the runner."""
+    restarts_since_answer: int = 0
+    """How many processes were lost here since one last answered."""
+
+
+class Ending(Enum):
+    """Why the pool stopped waiting for a runner's answer."""
+
+    ANSWERED = auto()
+    RETRY_REQUESTED = auto()
+    DEADLINE = auto()
 
 
 @dataclass(frozen=True)
 class Dispatch:
     """A group that a runner has."""
 
-    runner: ray.actor.ActorHandle
+    runner: RunnerHandle
     since: float
     """As of `time.monotonic`."""
-    again: asyncio.Future
-    """Done when it is to begin again."""
+    retry: asyncio.Event
+    """Set to take the group away from the runner and start it again."""
 
 
 class RunnerPool:
-    """Dispatches groups to runners: least loaded first, again elsewhere when a runner dies or hangs.
+    """Dispatches groups to runners, the least loaded first; retries elsewhere when a runner dies or hangs.
 
-    `spawn(name)` starts a runner process; the pool owns them and replaces the ones it loses.
+    `spawn(name)` starts a runner process; the pool owns the processes and replaces those it loses.
     """
 
     def __init__(
         self,
-        spawn: Callable[[str], ray.actor.ActorHandle],
+        spawn: Callable[[str], RunnerHandle],
         count: int,
         *,
         deadline_s: float,
@@ -62,131 +83,196 @@ class RunnerPool:
         max_restarts: int = 3,
         on_event: Callable[..., None] = ignore_event,
     ):
-        """deadline_s: for one attempt at a group. silence_s: a runner that says nothing for so long is replaced.
+        """deadline_s: for one attempt at a group. silence_s: a runner silent for longer is replaced.
 
-        max_restarts: of one runner, without an answer in between.
+        max_restarts: of one runner, without an answer in between. on_event: called with the kind of an event and its
+        fields by name.
         """
         self.spawn = spawn
-        self.names = itertools.count()
-        self.deadline_s, self.attempts, self.silence_s = deadline_s, attempts, silence_s
+        self.deadline_s = deadline_s
+        self.attempts = attempts
+        self.silence_s = silence_s
         self.max_restarts = max_restarts
         self.on_event = on_event
-        self._seen: dict[Any, tuple[float, list[RolloutState] | None]] = {}
-        """By runner, when it was started or last answered, and what it said then; None: it never answered."""
-        self.runners = [self._spawn() for _ in range(count)]
-        self.in_flight = [0] * count
-        self._in_vain = [0] * count
-        """Replacements of each runner since one of it last answered."""
-        self._open: dict[str, Dispatch] = {}
-        """By group in flight, where it is."""
-        self._lag_s = 0.0
+        self._names = itertools.count()
+        self._records = [RunnerRecord(index, self._start(), time.monotonic()) for index in range(count)]
+        self._dispatches: dict[str, Dispatch] = {}
+        """By the id of a group in flight."""
+        self._worst_lag_s = 0.0
 
-    async def ready(self) -> None:
-        """Returns when every runner has loaded its agent; raises what its constructor raised."""
-        await asyncio.gather(*(runner.ready.remote() for runner in self.runners))
-        self._seen.update({runner: (time.monotonic(), []) for runner in self.runners})
+    @property
+    def runners(self) -> list[RunnerHandle]:
+        return [record.handle for record in self._records]
+
+    @property
+    def in_flight(self) -> list[int]:
+        """Groups in flight, runner by runner."""
+        return [record.in_flight for record in self._records]
 
     @property
     def patience_s(self) -> float:
         """No group takes longer than this to finish or fail."""
         return self.deadline_s * self.attempts + GRACE_S
 
-    async def run_group(self, task: GroupTask) -> tuple[GroupResult, ray.ObjectRef]:
-        """The light result, and a reference to the samples. Raises `InfraFailure("runner")`."""
+    async def ready(self) -> None:
+        """Returns when every runner has loaded its agent; raises what its constructor raised."""
+        await asyncio.gather(*(runner.ready.remote() for runner in self.runners))
+        for record in self._records:
+            record.last_states = []
+
+    async def run_group(self, task: GroupTask) -> tuple[GroupResult, SamplesRef]:
+        """The light result, and a reference to the samples.
+
+        Raises `InfraFailure("runner")` after `attempts`, `LostError` when a runner had too many restarts.
+        """
         for _ in range(self.attempts):
-            index = min(range(len(self.runners)), key=self.in_flight.__getitem__)
-            runner = self.runners[index]
-            self.in_flight[index] += 1
-            result, samples = runner.run_group.options(num_returns=2).remote(task)
-            # The samples are copied to this node, so that a finished group does not go with the node of its runner.
-            answer, again = asyncio.gather(result, samples), asyncio.get_running_loop().create_future()
-            self._open[task.prompt.group_id] = Dispatch(runner, time.monotonic(), again)
-            try:
-                await asyncio.wait((answer, again), timeout=self.deadline_s, return_when=asyncio.FIRST_COMPLETED)
-                if answer.done():
-                    found, _ = answer.result()
-                    self._in_vain[index] = 0
-                    return found, samples
-                if again.done():
-                    ray.cancel(result)
-                else:  # its event loop is blocked (an env that never awaits): only a new process helps
-                    self._replace(index, runner, f"no end of a group within {self.deadline_s:.0f} s")
-            except DEAD as error:
-                self._replace(index, runner, repr(error).strip().splitlines()[-1])
-            except ObjectLostError:
-                continue  # its node is gone, which `states` will notice
-            except asyncio.CancelledError:
-                ray.cancel(result)
-                raise
-            finally:
-                answer.add_done_callback(_retrieve)
-                answer.cancel()
-                self.in_flight[index] -= 1
-                del self._open[task.prompt.group_id]
+            record = min(self._records, key=_load)
+            answer = await self._attempt(record, task)
+            if answer is not None:
+                return answer
         raise InfraFailure("runner", f"no runner finished the group in {self.attempts} attempts")
 
     def again(self, group_ids: set[str]) -> None:
-        """Begin these groups again, which counts as an attempt at each."""
-        for group_id in group_ids & self._open.keys():
-            if not self._open[group_id].again.done():
-                self._open[group_id].again.set_result(None)
+        """Take these groups away from their runners and retry them, which counts as an attempt at each."""
+        for group_id in group_ids & self._dispatches.keys():
+            self._dispatches[group_id].retry.set()
 
     async def states(self) -> list[RolloutState]:
-        """What every rollout does that somebody waits for. A runner that is dead, or does not answer, is replaced."""
-        found = await asyncio.gather(*map(self._states_of, self.runners))
-        # An agent that does not let itself be cancelled goes on for nobody.
-        return [state for states in found for state in states if state.group_id in self._open]
+        """What every rollout does whose group is in flight. A runner that is dead or silent is replaced."""
+        per_runner = await asyncio.gather(*(self._states_of(record) for record in self._records))
+        # A cancelled agent that goes on regardless is left out: nobody waits for it.
+        return [state for states in per_runner for state in states if state.group_id in self._dispatches]
 
     def take_lag_s(self) -> float:
-        """The worst lag of a runner's event loop since the last call."""
-        worst, self._lag_s = self._lag_s, 0.0
-        return worst
+        """The worst lag of a runner's event loop since the last call, in seconds."""
+        worst_s = self._worst_lag_s
+        self._worst_lag_s = 0.0
+        return worst_s
 
-    async def _states_of(self, runner: ray.actor.ActorHandle) -> list[RolloutState]:
+    async def _attempt(self, record: RunnerRecord, task: GroupTask) -> tuple[GroupResult, SamplesRef] | None:
+        """One attempt at a group on one runner; None if it must be tried again."""
+        runner = record.handle
+        group_id = task.prompt.group_id
+        result_ref, samples_ref = runner.run_group.options(num_returns=2).remote(task)
+        # Waiting for the samples copies them to this node: a finished group does not die with the node of its runner.
+        answer = asyncio.gather(result_ref, samples_ref)
+        dispatch = Dispatch(runner, time.monotonic(), asyncio.Event())
+
+        record.in_flight += 1
+        self._dispatches[group_id] = dispatch
+        try:
+            ending = await self._wait(answer, dispatch.retry)
+            if ending is Ending.ANSWERED:
+                result, _ = answer.result()
+                record.restarts_since_answer = 0
+                return result, samples_ref
+            if ending is Ending.RETRY_REQUESTED:
+                ray.cancel(result_ref)
+            else:
+                # An environment that never awaits blocks the event loop: only a new process helps.
+                self._replace(record, runner, f"no end of a group within {self.deadline_s:.0f} s")
+        except DEAD as error:
+            self._replace(record, runner, last_line(error))
+        except ObjectLostError:
+            pass  # the node of the runner is gone, which `states` will notice
+        except asyncio.CancelledError:
+            ray.cancel(result_ref)
+            raise
+        finally:
+            answer.add_done_callback(_retrieve_exception)
+            answer.cancel()
+            record.in_flight -= 1
+            del self._dispatches[group_id]
+        return None
+
+    async def _wait(self, answer: asyncio.Future, retry: asyncio.Event) -> Ending:
+        """Wait for the runner's answer, for a request to retry, or for the deadline."""
+        retry_requested = asyncio.create_task(retry.wait())
+        try:
+            await asyncio.wait((answer, retry_requested), timeout=self.deadline_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            retry_requested.cancel()
+        if answer.done():
+            return Ending.ANSWERED
+        if retry.is_set():
+            return Ending.RETRY_REQUESTED
+        return Ending.DEADLINE
+
+    async def _states_of(self, record: RunnerRecord) -> list[RolloutState]:
+        """What the rollouts of one runner do; none if it must be replaced, or was in the meantime."""
+        runner = record.handle
         try:
             async with asyncio.timeout(self.silence_s):
                 states, lag_s = await runner.states.remote()
-        except (TimeoutError, *DEAD) as error:
-            since, said = self._seen.get(runner, (0.0, []))
-            if isinstance(error, TimeoutError) and said is None and time.monotonic() - since < LOADING_S:
-                return []
-            silent = f"no answer within train.watchdog_s (={self.silence_s:g})"
-            reason = silent if isinstance(error, TimeoutError) else repr(error).strip().splitlines()[-1]
-            if runner in self.runners:
-                self._replace(self.runners.index(runner), runner, reason)
+        except TimeoutError:
+            loading = record.last_states is None and time.monotonic() - record.started < LOADING_S
+            if not loading:
+                self._replace(record, runner, f"no answer within train.watchdog_s (={self.silence_s:g})")
             return []
-        self._seen[runner] = time.monotonic(), states
-        if runner in self.runners:
-            self._in_vain[self.runners.index(runner)] = 0
-        self._lag_s = max(self._lag_s, lag_s)
+        except DEAD as error:
+            self._replace(record, runner, last_line(error))
+            return []
+
+        if record.handle is not runner:
+            return []
+        record.last_states = states
+        record.restarts_since_answer = 0
+        self._worst_lag_s = max(self._worst_lag_s, lag_s)
         return states
 
-    def _spawn(self) -> ray.actor.ActorHandle:
-        runner = self.spawn(f"runner{next(self.names)}")
-        self._seen[runner] = time.monotonic(), None
-        return runner
+    def _replace(self, record: RunnerRecord, lost: RunnerHandle, reason: str) -> None:
+        """Start a new process in the place of `lost`. Raises `LostError` after too many restarts."""
+        if record.handle is not lost:
+            return  # every group that the runner had reports it; the first report replaced it
+        states = self._unreported(record) + (record.last_states or [])
+        print(f"runner {record.index} is replaced: {reason}\n{table(states)}", file=sys.stderr)
+        self.on_event("runner_lost", runner=record.index, in_flight=record.in_flight, reason=reason)
 
-    def _replace(self, index: int, lost: ray.actor.ActorHandle, reason: str) -> None:
-        if self.runners[index] is lost:  # every group it had comes here; the first replaces it
-            states = self._unheard_of(lost, index) + (self._seen.pop(lost)[1] or [])
-            print(f"runner {index} is replaced: {reason}\n{table(states)}", file=sys.stderr)
-            self.on_event("runner_lost", runner=index, in_flight=self.in_flight[index], reason=reason)
-            ray.kill(lost)
-            self._in_vain[index] += 1
-            if self._in_vain[index] > self.max_restarts:
-                raise LostError(
-                    f"runner {index} was replaced {self.max_restarts} times in a row (train.max_restarts) and never "
-                    f"answered: the run stops. The last one: {reason}. Mend what its output says (a lack of memory?), "
-                    "then resume with --ckpt.load_enable."
+        _kill(lost)
+        record.restarts_since_answer += 1
+        if record.restarts_since_answer > self.max_restarts:
+            raise LostError(
+                f"runner {record.index} was replaced {self.max_restarts} times in a row (train.max_restarts) and never "
+                f"answered: the run stops. The last time: {reason}. Fix what its output says (a lack of memory?), then "
+                "resume with --ckpt.load_enable."
+            )
+        record.handle = self._start()
+        record.started = time.monotonic()
+        record.last_states = None
+
+    def _start(self) -> RunnerHandle:
+        return self.spawn(f"runner{next(self._names)}")
+
+    def _unreported(self, record: RunnerRecord) -> list[RolloutState]:
+        """The groups that a runner has, and that were not in its last answer."""
+        reported = {state.group_id for state in record.last_states or []}
+        states = []
+        for group_id, dispatch in self._dispatches.items():
+            if dispatch.runner is record.handle and group_id not in reported:
+                age_s = time.monotonic() - dispatch.since
+                states.append(
+                    RolloutState(
+                        group_id=group_id,
+                        index=0,
+                        runner=f"runner{record.index}",
+                        doing="runner",
+                        turns=0,
+                        age_s=age_s,
+                        silent_s=age_s,
+                    )
                 )
-            self.runners[index] = self._spawn()
+        return states
 
-    def _unheard_of(self, runner: ray.actor.ActorHandle, index: int) -> list[RolloutState]:
-        """The groups that a runner has and did not speak of when it last answered."""
-        known = {state.group_id for state in self._seen.get(runner, (0.0, None))[1] or []}
-        ages = {
-            group_id: time.monotonic() - sent.since
-            for group_id, sent in self._open.items()
-            if sent.runner is runner and group_id not in known
-        }
-        return [RolloutState(group_id, 0, f"runner{index}", "runner", 0, age, age) for group_id, age in ages.items()]
+
+def _load(record: RunnerRecord) -> int:
+    return record.in_flight
+
+
+def _retrieve_exception(answer: asyncio.Future) -> None:
+    """Take the exception of an answer that nobody awaits any more, which asyncio would print."""
+    if not answer.cancelled():
+        answer.exception()
+
+
+def _kill(runner: RunnerHandle) -> None:
+    ray.kill(runner)  # pyright: ignore[reportArgumentType]  # an `ActorHandle` at run time

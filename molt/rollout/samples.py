@@ -18,17 +18,17 @@ def to_sample(turns: Sequence[Turn]) -> Sample:
     Raises `AssertionError` if a turn's prompt does not extend the stream before it token for token:
     then something was re-tokenised, and training on it would train on tokens nobody sampled.
     """
-    last = turns[-1]
-    token_ids = np.concatenate([last.prompt_ids, last.token_ids]).astype(np.int32)
+    token_ids = _stream(turns[-1])
     versions = np.full(len(token_ids), NOT_GENERATED, np.int32)
     logprobs = np.zeros(len(token_ids), np.float32)
+
     end = 0
     for turn in turns:
         start = len(turn.prompt_ids)
         assert start >= end, f"turn starts at token {start}, inside the turn before it that ends at {end}"
         end = start + len(turn.token_ids)
-        expected = np.concatenate([turn.prompt_ids, turn.token_ids])
-        assert np.array_equal(token_ids[:end], expected), f"the stream of {end} tokens was rewritten after sampling"
+        unchanged = np.array_equal(token_ids[:end], _stream(turn))
+        assert unchanged, f"the stream of {end} tokens was rewritten after sampling"
         versions[start:end] = turn.versions
         logprobs[start:end] = turn.logprobs
     return Sample(token_ids, versions, logprobs)
@@ -37,9 +37,17 @@ def to_sample(turns: Sequence[Turn]) -> Sample:
 def describe(sample: Sample) -> SampleInfo:
     """What the driver keeps of a sample."""
     mask = sample.mask
+    oldest_version = NOT_GENERATED
+    if mask.any():
+        oldest_version = int(sample.versions[mask].min())
     return SampleInfo(
         tokens=len(sample.token_ids),
         trained_tokens=int(mask.sum()),
-        oldest_version=int(sample.versions[mask].min()) if mask.any() else NOT_GENERATED,
+        oldest_version=oldest_version,
         media=len(sample.media),
     )
+
+
+def _stream(turn: Turn) -> np.ndarray:
+    """int32 `[P + T]`: the prompt and what was sampled after it."""
+    return np.concatenate([turn.prompt_ids, turn.token_ids]).astype(np.int32)

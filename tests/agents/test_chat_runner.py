@@ -11,7 +11,7 @@ import psutil
 import pytest
 from openai import AsyncOpenAI, BadRequestError, OpenAI
 
-from molt.agents import ChatAgent, ChatAgentRunner, PolicyFailure, Result, chat_runner
+from molt.agents import ChatAgent, ChatAgentRunner, PolicyFailure, Result, harness
 from molt.agents.step_runner import EpisodeContext
 from molt.chat.chat_renderer import ChatRenderer
 from molt.errors import AgentError
@@ -28,7 +28,7 @@ class Model:
     def __init__(self, *texts):
         self.texts, self.prompts, self.free = list(texts), [], []
 
-    async def __call__(self, prompt_ids, max_tokens):
+    async def __call__(self, prompt_ids, max_tokens, media=()):
         self.prompts.append(list(prompt_ids))
         text = self.texts.pop(0)
         if isinstance(text, Exception):
@@ -353,14 +353,14 @@ def test_a_harness_that_leaves_a_child_behind_has_ended():
 
 
 def test_of_endless_output_the_beginning_and_the_end_are_kept():
-    size = 6 * chat_runner.KEPT_BYTES
+    size = 6 * harness.KEPT_BYTES
 
     async def run(ctx):
         done = await ctx.harness("bash", "-c", f"echo begun; head -c {size} /dev/zero | tr '\\0' x; echo; echo ended")
         assert done.stdout.startswith("begun\nxx") and done.stdout.endswith("xx\nended\n")
         kept = len(done.stdout)
         dropped = int(re.search(r"\n\.\.\. ([\d,]+) bytes \.\.\.\n", done.stdout)[1].replace(",", ""))
-        assert kept < 3.1 * chat_runner.KEPT_BYTES and done.stdout.count("x") + dropped == size
+        assert kept < 3.1 * harness.KEPT_BYTES and done.stdout.count("x") + dropped == size
         return Result(reward=1.0)
 
     assert play(run, Model()).outcome.reward == 1.0

@@ -27,9 +27,10 @@ from molt.cli.check import static_checks
 from molt.config import PromptDataConfig, RolloutConfig
 from molt.driver import drive_evaluation
 from molt.publish.transfer import ShmSender
+from molt.rollout.agent_host import AgentHost, RunnerSettings
 from molt.rollout.engine_pool import EnginePool
 from molt.rollout.engine_worker import EngineSettings, RolloutEngineWorker, Sampling
-from molt.rollout.runner_worker import AgentHost, GroupTask, RunnerSettings
+from molt.rollout.group_task import GroupTask
 from molt.spec import resolve_evaluation
 from molt.train.policy_worker import RayEngineClient
 from molt.types import Prompt, Turn

@@ -43,7 +43,7 @@ def scripted(tool: str):
     answers = [call(tool, "echo 42 > answer.txt"), call(tool, "cat answer.txt"), "The file holds 42."]
     sampled = []
 
-    async def model(prompt_ids, max_tokens):
+    async def model(prompt_ids, max_tokens, media=()):
         results = TOKENIZER.decode(prompt_ids).count("</tool_response>")
         ids = [*TOKENIZER.encode(answers[min(results, 2)], add_special_tokens=False), END_ID][:max_tokens]
         sampled.append(ids)

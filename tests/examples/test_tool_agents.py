@@ -28,7 +28,7 @@ def play(file: str, label: str, *answers: str):
     """The episode, and the text of the last prompt."""
     answers, prompts = list(answers), []
 
-    async def model(prompt_ids, max_tokens):
+    async def model(prompt_ids, max_tokens, media=()):
         prompts.append(TOKENIZER.decode(prompt_ids))
         ids = np.asarray([*TOKENIZER.encode(answers.pop(0), add_special_tokens=False), END_ID], np.int32)
         logprobs, versions = np.full(len(ids), -0.5, np.float32), np.full(len(ids), 3, np.int32)

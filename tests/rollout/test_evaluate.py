@@ -7,7 +7,7 @@ import pytest
 from molt.config import EvalConfig, RolloutConfig
 from molt.report.metrics import values
 from molt.rollout.evaluate import answer, evaluate, failures
-from molt.rollout.runner_worker import GroupResult
+from molt.rollout.group_task import GroupResult
 from molt.types import EVALUATION_EPOCH, InfraFailure, PolicyFailure, Prompt, RolloutInfo, SampleInfo, Scored
 
 LOST = InfraFailure("timeout")

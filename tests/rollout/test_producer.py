@@ -18,8 +18,8 @@ from molt.batch.plan import RankPlan, advantages, plan_batch
 from molt.config import RolloutConfig
 from molt.errors import AgentError, FailureRateError, StalledError, UnusableRow
 from molt.rollout.failures import MIN_ATTEMPTS, FailureWindow
+from molt.rollout.group_task import GroupResult
 from molt.rollout.producer import STARTS, Producer
-from molt.rollout.runner_worker import GroupResult
 from molt.rollout.shutdown import Shutdown
 from molt.types import Group, InfraFailure, Metric, PolicyFailure, Prompt, RolloutInfo, SampleInfo, Scored
 

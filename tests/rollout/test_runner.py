@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 
 from molt.config import PromptDataConfig, RolloutConfig
 from molt.errors import EngineError, LostError
+from molt.rollout.agent_host import AgentHost, RunnerSettings, longest_s
 from molt.rollout.engine_pool import MAX_ATTEMPTS, EnginePool
 from molt.rollout.engine_worker import Sampling
+from molt.rollout.group_task import GroupTask
+from molt.rollout.model_calls import seed_of
 from molt.rollout.runner_pool import RunnerPool
-from molt.rollout.runner_worker import AgentHost, GroupTask, RunnerSettings, longest_s, seed_of
 from molt.rollout.watchdog import RolloutState
 from molt.types import InfraFailure, PolicyFailure, Prompt, Scored, Turn
 from tests.tiny import END_ID

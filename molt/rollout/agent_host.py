@@ -1,0 +1,224 @@
+"""What runs in the process of a runner: the user's agent, and the rollouts of many groups at once."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from molt.agents.chat_runner import ChatAgentRunner
+from molt.agents.episode import Episode, EpisodeContext
+from molt.agents.load import load_runner
+from molt.agents.step_runner import CLOSE_S
+from molt.chat.chat_renderer import load_chat_renderer
+from molt.chat.render import load_renderer
+from molt.config import PromptDataConfig, RolloutConfig
+from molt.errors import UnusableRow
+from molt.rollout.attempt import Attempt
+from molt.rollout.engine_pool import EnginePool
+from molt.rollout.group_task import GroupResult, GroupTask
+from molt.rollout.handles import EngineHandle
+from molt.rollout.model_calls import FREE, TRAINED, ModelCalls, RolloutKey, Seeds, SeedsByPrompt, SeedsByTurn
+from molt.rollout.samples import describe, to_sample
+from molt.rollout.watchdog import LoopLag, RolloutState
+from molt.types import InfraFailure, RolloutInfo, Sample
+
+
+@dataclass(frozen=True)
+class RunnerSettings:
+    """What a runner needs to know; `cluster` derives it from the run's config."""
+
+    agent_path: str
+    model: str
+    data: PromptDataConfig
+    rollout: RolloutConfig
+    seed: int
+
+
+def longest_s(rollout: RolloutConfig) -> float:
+    """Seconds within which a runner finishes any group: every attempt, and its closing, has a limit."""
+    attempts = rollout.max_retries + 1
+    return attempts * (rollout.timeout_s + CLOSE_S)
+
+
+class AgentHost:
+    """Hosts the user's agent; `RunnerWorker` is the Ray actor of it."""
+
+    def __init__(self, settings: RunnerSettings, engines: Sequence[EngineHandle], name: str):
+        self.settings = settings
+        self.name = name
+        self.pool = EnginePool(engines, name)
+        self.attempts: set[Attempt] = set()
+        """In flight."""
+        self.lag = LoopLag()
+        self._lag_task: asyncio.Task[None] | None = None
+
+        data = settings.data
+        self.runner = load_runner(settings.agent_path)
+        self.renderer = load_renderer(settings.model, data.chat_template, apply_chat_template=data.apply_chat_template)
+        self.chat = None
+        if self.runner.needs_chat or data.tools_key:
+            self.chat = load_chat_renderer(
+                settings.model, data.chat_template, thinking_retention=settings.rollout.thinking_retention
+            )
+            self.renderer.eos_ids = sorted({*self.renderer.eos_ids, *self.chat.eos_ids})
+        self.stop_token_ids = tuple(self.renderer.eos_ids)
+
+    async def ready(self) -> None:
+        """Answers when the constructor is done."""
+
+    async def states(self) -> tuple[list[RolloutState], float]:
+        """Every rollout in flight, and the worst lag of the event loop since the last call, in seconds."""
+        if self._lag_task is None:
+            self._lag_task = asyncio.create_task(self.lag.run())
+        states = [attempt.state(self.name) for attempt in self.attempts]
+        return states, self.lag.take_s()
+
+    async def run_group(self, task: GroupTask) -> tuple[GroupResult, list[list[Sample]]]:
+        """All rollouts of a group, and the samples of each. A failed rollout is retried, up to `max_retries` times.
+
+        The samples are a second value, so that the driver owns them: they outlive this process.
+        """
+        unusable = self._unusable(task)
+        if unusable is not None:
+            return GroupResult([], unusable=unusable), []
+
+        finished = await asyncio.gather(*(self._rollout(task, index) for index in range(task.n)))
+        rollouts = [info for info, _ in finished]
+        samples = [samples for _, samples in finished]
+        return GroupResult(rollouts), samples
+
+    def _unusable(self, task: GroupTask) -> str | None:
+        """Why the prompt cannot be rolled out, or None."""
+        max_len = self.settings.data.max_len
+        try:
+            length = len(self.renderer.prompt_ids(task.prompt))
+        except UnusableRow as error:
+            return str(error)
+        if length >= max_len:
+            return f"prompt of {length:,} tokens leaves no room in data.max_len (={max_len:,})"
+        return None
+
+    async def _rollout(self, task: GroupTask, index: int) -> tuple[RolloutInfo, list[Sample]]:
+        """Attempts until one succeeds, or `max_retries` are used up."""
+        started = time.monotonic()
+        failures: list[InfraFailure] = []
+        while len(failures) <= self.settings.rollout.max_retries:
+            try:
+                episode = await self._attempt(task, index)
+            except InfraFailure as failure:
+                failures.append(_without_user_types(failure))
+            else:
+                return self._finished(task, index, episode, failures, started)
+
+        info = RolloutInfo(
+            group_id=task.prompt.group_id,
+            index=index,
+            outcome=failures[-1],
+            truncated=False,
+            turns=0,
+            samples=(),
+            failures=tuple(failures[:-1]),
+            duration_s=time.monotonic() - started,
+        )
+        return info, []
+
+    def _finished(
+        self, task: GroupTask, index: int, episode: Episode, failures: list[InfraFailure], started: float
+    ) -> tuple[RolloutInfo, list[Sample]]:
+        """The record and the samples of a rollout that has an episode."""
+        samples = episode.samples
+        if samples is None:  # its turns are one stream
+            samples = [to_sample(episode.turns)] if episode.turns else []
+        info = RolloutInfo(
+            group_id=task.prompt.group_id,
+            index=index,
+            outcome=episode.outcome,
+            truncated=episode.truncated,
+            turns=len(episode.turns),
+            samples=tuple(describe(sample) for sample in samples),
+            failures=tuple(failures),
+            duration_s=time.monotonic() - started,
+            metrics=episode.info,
+        )
+        return info, samples
+
+    async def _attempt(self, task: GroupTask, index: int) -> Episode:
+        """One attempt at an episode.
+
+        This is the fault boundary of a rollout: whatever the agent raises becomes an `InfraFailure`, never a reward.
+        """
+        attempt = Attempt(task.prompt.group_id, index)
+        context = self._context(task, attempt)
+        timeout_s = self.settings.rollout.timeout_s
+        deadline = asyncio.timeout(timeout_s)
+        self.attempts.add(attempt)
+        try:
+            async with deadline:
+                return await self.runner.run(context)
+        except InfraFailure:
+            raise
+        except (Exception, asyncio.CancelledError) as error:  # fault boundary: one rollout
+            if _task_is_cancelled():
+                raise  # otherwise the cancellation is one of the agent's tasks
+            if isinstance(error, TimeoutError) and deadline.expired():  # otherwise it is a time limit of the agent
+                raise InfraFailure("timeout", f"no end within rollout.timeout_s (={timeout_s:g})") from None
+            raise InfraFailure(type(error).__name__, _with_line(error)) from error
+        finally:
+            self.pool.forget(attempt.rollout)
+            self.attempts.discard(attempt)
+
+    def _context(self, task: GroupTask, attempt: Attempt) -> EpisodeContext:
+        """What the runner of the agent gets for one attempt."""
+        prompt = task.prompt
+        key = RolloutKey(
+            train_seed=self.settings.seed,
+            epoch=prompt.epoch,
+            position=prompt.position,
+            index=attempt.index,
+        )
+        calls = ModelCalls(
+            self.pool,
+            attempt,
+            task,
+            trained_seeds=self._trained_seeds(key),
+            free_seeds=SeedsByPrompt(key, FREE),
+            stop_token_ids=self.stop_token_ids,
+            timeout_s=self.settings.rollout.timeout_s,
+        )
+        return EpisodeContext(
+            prompt=prompt,
+            call_model=calls.trained,
+            renderer=self.renderer,
+            seed=key.episode_seed(),
+            max_len=self.settings.data.max_len,
+            max_new_tokens=task.max_new_tokens,
+            max_turns=self.settings.rollout.max_turns,
+            chat=self.chat,
+            call_freely=calls.free,
+        )
+
+    def _trained_seeds(self, key: RolloutKey) -> Seeds:
+        if isinstance(self.runner, ChatAgentRunner):
+            return SeedsByPrompt(key, TRAINED)
+        return SeedsByTurn(key)
+
+
+def _task_is_cancelled() -> bool:
+    """Whether somebody cancelled the current task."""
+    current = asyncio.current_task()
+    return current is not None and current.cancelling() > 0
+
+
+def _without_user_types(failure: InfraFailure) -> InfraFailure:
+    """A plain copy: the driver cannot import a user's subclass, and a traceback keeps its frames alive."""
+    return InfraFailure(str(failure.reason), str(failure.detail))
+
+
+def _with_line(error: BaseException) -> str:
+    """The error, and the line of the user's file that raised it."""
+    traceback = error.__traceback__
+    if traceback is None:
+        return repr(error)
+    while traceback.tb_next:
+        traceback = traceback.tb_next
+    return f"{error!r} at {traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}"
