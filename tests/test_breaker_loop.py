@@ -39,7 +39,7 @@ def watch(monkeypatch) -> tuple[list[int], list[tuple[int, list[bool]]]]:
 
     async def published(self, version):
         proof = await publish(self, version)
-        digests.append(self.digests[0])
+        digests.append(self.digests.sent)
         return proof
 
     def resuming(self):

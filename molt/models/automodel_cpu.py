@@ -5,21 +5,33 @@ there is no GPU, and compiles the activation of its experts. Nothing else of wha
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import nn
+
+from molt.models.causal_lm import CausalLM
 
 
-def build_on_host(build: Callable[[], nn.Module]) -> nn.Module:
+def _first_device() -> int:
+    return 0
+
+
+def build_on_host(build: Callable[[], CausalLM]) -> CausalLM:
     """The model that `build` returns, with its tables on the host and nothing compiled in this process."""
     torch.compiler.set_stance("force_eager")  # the first step would wait 10 s for a C++ compiler, for no gain
-    asked, torch.cuda.current_device = torch.cuda.current_device, lambda: 0
+    current_device = torch.cuda.current_device
+    torch.cuda.current_device = _first_device
     try:
-        model = build()
+        causal_lm = build()
     finally:
-        torch.cuda.current_device = asked
-    for module in model.modules():
-        # Where the rotary embedding will make its table at the first forward; a device alone allocates nothing.
-        if getattr(module, "device", None) == torch.device("cuda", 0):
-            module.device = torch.device("cpu")
-    return model
+        torch.cuda.current_device = current_device
+
+    for module in causal_lm.modules():
+        _move_table_to_host(module)
+    return causal_lm
+
+
+def _move_table_to_host(module: Any) -> None:
+    # Where a rotary embedding will make its table at the first forward; a device alone allocates nothing.
+    if getattr(module, "device", None) == torch.device("cuda", 0):
+        module.device = torch.device("cpu")

@@ -1,55 +1,76 @@
 """Policy and critic as one module each: token ids in; log-probs and entropies, or values out."""
 
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from molt.batch.collate import Batch
+from molt.models.causal_lm import CausalLM, ToDisk, decoder_of
 from molt.models.heads import token_logprobs, token_values
-from molt.models.load_balance import balance_loss, routes
+from molt.models.load_balance import balance_loss, recorded_routes
 
 
-def decoder_of(causal_lm: nn.Module) -> nn.Module:
-    """What is below the head of a model of transformers or AutoModel."""
-    return getattr(causal_lm, "base_model", None) or causal_lm.model
-
-
-def hidden_states(decoder: nn.Module, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """[B, T, H] after the final norm, and `batch.cu_seqlens` on the device. The batch may live on the host."""
-    cu_seqlens = None if batch.cu_seqlens is None else batch.cu_seqlens.to(device)
-    segments = {}
+def on_device(batch: Batch, device: torch.device) -> Batch:
+    """The same batch with its tensors on the device."""
+    cu_seqlens = batch.cu_seqlens
     if cu_seqlens is not None:
-        segments = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), cu_seqlens)
-        segments |= dict.fromkeys(("max_length_q", "max_length_k"), batch.max_seqlen)
-    # attention_mask must be None: an all-ones mask silently turns packing off; so does a cache.
-    hidden = decoder(
-        input_ids=batch.token_ids.to(device),
-        attention_mask=None,
+        cu_seqlens = cu_seqlens.to(device)
+    return replace(
+        batch,
+        token_ids=batch.token_ids.to(device),
         position_ids=batch.position_ids.to(device),
-        use_cache=False,
-        **segments,
+        cu_seqlens=cu_seqlens,
+        real=batch.real.to(device),
     )
-    return hidden if isinstance(hidden, Tensor) else hidden.last_hidden_state, cu_seqlens
+
+
+def hidden_states(decoder: nn.Module, batch: Batch) -> Tensor:
+    """`[B, T, H]` after the final norm, of a batch on the device of the decoder."""
+    packing = {}
+    if batch.cu_seqlens is not None:
+        packing = {
+            "cu_seq_lens_q": batch.cu_seqlens,
+            "cu_seq_lens_k": batch.cu_seqlens,
+            "max_length_q": batch.max_seqlen,
+            "max_length_k": batch.max_seqlen,
+        }
+    # attention_mask must be None: an all-ones mask silently turns packing off; so does a cache.
+    output = decoder(
+        input_ids=batch.token_ids,
+        attention_mask=None,
+        position_ids=batch.position_ids,
+        use_cache=False,
+        **packing,
+    )
+    if isinstance(output, Tensor):
+        return output
+    return output.last_hidden_state
+
+
+def _needed_tokens(batch: Batch, needed: Tensor | None) -> Tensor:
+    """bool `[B, T]` on the batch's device: the needed tokens that are not padding, None: every one."""
+    if needed is None:
+        return batch.real
+    return needed.to(batch.real.device) & batch.real
 
 
 class PolicyModel(nn.Module):
     """A causal LM whose log-prob head runs inside the root module's forward.
 
     FSDP keeps the parameters of the root (embeddings, final norm, head) unsharded exactly there.
-    causal_lm: of transformers or AutoModel; to_disk: (name, tensor) of its state to the (name, tensor) pairs that
-    `from_pretrained` reads, which are more where experts are fused in memory; None: it is never written.
+    to_disk: names and tensors as the files of the model have them; None: it is never written.
     """
 
-    def __init__(
-        self,
-        causal_lm: nn.Module,
-        compute_dtype: torch.dtype,
-        to_disk: Callable[[str, Tensor], Iterable[tuple[str, Tensor]]] | None = None,
-    ):
+    causal_lm: CausalLM
+    compute_dtype: torch.dtype
+    to_disk: ToDisk | None
+
+    def __init__(self, causal_lm: CausalLM, compute_dtype: torch.dtype, to_disk: ToDisk | None = None):
         super().__init__()
-        self.causal_lm, self.compute_dtype, self.to_disk = causal_lm, compute_dtype, to_disk
+        self.causal_lm = causal_lm
+        self.compute_dtype = compute_dtype
+        self.to_disk = to_disk
 
     def forward(
         self, batch: Batch, *, temperature: float = 1.0, needed: Tensor | None = None, balance: bool = False
@@ -57,26 +78,31 @@ class PolicyModel(nn.Module):
         """Log-probs and entropies, float32 `[B, T]`, entry t for token t; see `heads.token_logprobs`.
 
         needed: bool `[B, T]`, the only tokens that go through the head; None: every real one. balance: also return
-        the load balance of all real tokens, float32 `[S]`, see `balance.balance_loss`; with FSDP its gradient must
-        come in one backward pass with that of the others. With FSDP, every rank calls it the same number of times.
-        Raises `ConfigError` when balance is asked of a model without experts.
+        the load balance of all real tokens, float32 `[S]`, see `load_balance.balance_loss`; with FSDP its gradient
+        must come in one backward pass with that of the others. The batch may be on the host. With FSDP, every rank
+        calls it the same number of times. Raises `ConfigError` for `balance` with a model without experts.
         """
+        if not balance:
+            return self._logprobs_and_entropies(batch, temperature, needed)
+
+        with recorded_routes(self.causal_lm) as routes:
+            logprobs, entropies = self._logprobs_and_entropies(batch, temperature, needed)
+        model_type = self.causal_lm.config.model_type
+        return logprobs, entropies, balance_loss(routes, model_type, batch)
+
+    def _logprobs_and_entropies(self, batch: Batch, temperature: float, needed: Tensor | None) -> tuple[Tensor, Tensor]:
         head = self.causal_lm.get_output_embeddings()
-        device = head.weight.device
-        with routes(self.causal_lm) if balance else nullcontext() as found:
-            hidden, cu_seqlens = hidden_states(decoder_of(self.causal_lm), batch, device)
-        real = batch.real.to(device)
-        output = token_logprobs(
-            hidden,
+        batch = on_device(batch, head.weight.device)
+        return token_logprobs(
+            hidden_states(decoder_of(self.causal_lm), batch),
             head.weight,
-            batch.token_ids.to(device),
-            cu_seqlens,
+            batch.token_ids,
+            batch.cu_seqlens,
             temperature=temperature,
-            needed=real if needed is None else needed.to(device) & real,
+            needed=_needed_tokens(batch, needed),
             bias=head.bias,
             softcap=getattr(self.causal_lm.config, "final_logit_softcapping", None),
         )
-        return (*output, balance_loss(found, self.causal_lm.config.model_type, batch)) if balance else output
 
 
 class ValueModel(nn.Module):
@@ -85,12 +111,15 @@ class ValueModel(nn.Module):
     The head's weight is drawn from N(0, initializer range of the model), from torch's generator: ranks seed it alike.
     """
 
-    def __init__(self, causal_lm: nn.Module, compute_dtype: torch.dtype):
+    compute_dtype: torch.dtype
+
+    def __init__(self, causal_lm: CausalLM, compute_dtype: torch.dtype):
         super().__init__()
-        config = causal_lm.config
-        self.decoder, self.compute_dtype = decoder_of(causal_lm), compute_dtype
-        self.head = nn.Linear(config.hidden_size, 1, bias=False)
-        nn.init.normal_(self.head.weight, std=getattr(config, "initializer_range", 0.02))
+        self.decoder = decoder_of(causal_lm)
+        self.compute_dtype = compute_dtype
+        self.head = nn.Linear(causal_lm.config.hidden_size, 1, bias=False)
+        initializer_range = getattr(causal_lm.config, "initializer_range", 0.02)
+        nn.init.normal_(self.head.weight, std=initializer_range)
 
     def forward(self, batch: Batch, *, needed: Tensor | None = None) -> Tensor:
         """Values, float32 `[B, T]`; entry t is that of the state before token t; see `heads.token_values`.
@@ -98,7 +127,10 @@ class ValueModel(nn.Module):
         needed: bool `[B, T]`, the only tokens that go through the head; None: every real one. With FSDP, every rank
         calls it the same number of times.
         """
-        device = self.head.weight.device
-        hidden, cu_seqlens = hidden_states(self.decoder, batch, device)
-        real = batch.real.to(device)
-        return token_values(hidden, self.head, real if needed is None else needed.to(device) & real, cu_seqlens)
+        batch = on_device(batch, self.head.weight.device)
+        return token_values(
+            hidden_states(self.decoder, batch),
+            self.head,
+            _needed_tokens(batch, needed),
+            batch.cu_seqlens,
+        )

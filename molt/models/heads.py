@@ -1,15 +1,16 @@
 """From hidden states to the log-prob or the value of each token. THE shift between the two lives here alone.
 
-Entry t is `log p(token_t | tokens before t)`, or the value of the tokens before t: it is computed from the hidden
+Entry t is `log p(token_t | tokens before t)`, or the value of the tokens before t. It is computed from the hidden
 state of t - 1 and stored at t. The first token of a sequence has no condition and gets 0.
 
-[tokens, vocab] in float32 is never materialised: rows go through the head in chunks, in the forward
-and again in the backward pass, which recomputes the logits instead of keeping them. The last chunk is
-kept, since backward begins with it: what fits in one chunk is computed once.
+A float32 tensor of [tokens, vocab] never exists: rows go through the head in chunks. The backward pass computes the
+logits of a chunk again instead of keeping them, except for those of the last chunk, with which it begins. So what fits
+into one chunk is computed once.
 """
 
 from collections.abc import Callable
-from itertools import repeat
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,102 +18,230 @@ from torch import Tensor
 BLOCKS = 16
 """Everything but the matrix products goes over a chunk in so many blocks of rows: temporaries stay small, and on a
 CPU in the cache."""
+CPU_CHUNK_ELEMENTS = 2**25
+GPU_CHUNK_ELEMENTS = 2**26
+"""Logits held at once: enough to keep the matrix units busy, small against the activations."""
 
 
-def _logits(hidden: Tensor, weight: Tensor, softcap: float | None, temperature: float) -> Tensor:
-    """float32 [n, V], divided by the temperature."""
-    logits = (hidden @ weight.t()).float()
-    if softcap is not None:
-        logits = logits.div_(softcap).tanh_().mul_(softcap)
-    return logits if temperature == 1 else logits.div_(temperature)
+@dataclass(frozen=True)
+class _Head:
+    """How logits are made of hidden states, and how many rows at a time."""
+
+    temperature: float
+    softcap: float | None
+    chunk: int
+    """Rows whose logits exist at the same time."""
+
+    @property
+    def block(self) -> int:
+        """Rows that everything but the matrix products takes at once."""
+        return -(-self.chunk // BLOCKS)
+
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """float32 `[n, V]` of hidden `[n, H]` and weight `[V, H]`, divided by the temperature."""
+        logits = (hidden @ weight.t()).float()
+        if self.softcap is not None:
+            logits.div_(self.softcap)
+            logits.tanh_()
+            logits.mul_(self.softcap)
+        if self.temperature != 1:
+            logits.div_(self.temperature)
+        return logits
 
 
-def _lse_and_entropy(z: Tensor) -> tuple[Tensor, Tensor]:
-    """float32 [n] each: logsumexp(z), and the entropy of softmax(z), for z [n, V]."""
-    p = z.softmax(-1)
-    lse = z.amax(-1) - p.amax(-1).log()  # the largest p is 1 / sum(exp(z - max z))
-    return lse, lse - p.mul_(z).sum(-1)
+def _normalizer_and_entropy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """`logsumexp(logits)` and the entropy of `softmax(logits)`, float32 `[n]` each, for logits `[n, V]`."""
+    probs = logits.softmax(-1)
+    # The largest probability is 1 / sum(exp(logits - max(logits))).
+    normalizer = logits.amax(-1) - probs.amax(-1).log()
+    mean_logit = probs.mul_(logits).sum(-1)
+    return normalizer, normalizer - mean_logit
 
 
-def _to_gradient(
-    z: Tensor, lse: Tensor, token_ids: Tensor, grad: Tensor, bonus: Tensor | None, cap: float | None, block: int
-) -> None:
-    """z [n, V] becomes, in place, grad * d logprob / d logits + bonus[:, 1] * d entropy / d logits.
+def _normalizers_and_entropies(logits: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """`_normalizer_and_entropy` of a chunk, so many rows at a time."""
+    normalizers = []
+    entropies = []
+    for block_logits in logits.split(block):
+        normalizer, entropy = _normalizer_and_entropy(block_logits)
+        normalizers.append(normalizer)
+        entropies.append(entropy)
+    return torch.cat(normalizers), torch.cat(entropies)
 
-    bonus: [n, 2], the entropy and its upstream gradient, or None; cap: softcap / temperature.
+
+@dataclass(frozen=True)
+class _RowGradients:
+    """What the gradient of the loss to each row's logits is made of, besides the logits."""
+
+    token_ids: Tensor
+    """int64 `[n]`, the token whose log-prob was taken."""
+    normalizer: Tensor
+    """float32 `[n]`, logsumexp of the logits."""
+    entropy: Tensor
+    """float32 `[n]`."""
+    logprob_grad: Tensor
+    """float32 `[n]`, d loss / d logprob, divided by the temperature."""
+    entropy_grad: Tensor | None
+    """float32 `[n]`, d loss / d entropy, divided by the temperature; None if the loss does not depend on it."""
+
+    def rows(self, rows: slice) -> "_RowGradients":
+        """The same of some rows only."""
+        entropy_grad = None
+        if self.entropy_grad is not None:
+            entropy_grad = self.entropy_grad[rows]
+        return _RowGradients(
+            token_ids=self.token_ids[rows],
+            normalizer=self.normalizer[rows],
+            entropy=self.entropy[rows],
+            logprob_grad=self.logprob_grad[rows],
+            entropy_grad=entropy_grad,
+        )
+
+
+def _logits_to_gradient(logits: Tensor, given: _RowGradients, head: _Head) -> None:
+    """Overwrite the logits `[n, V]` of a chunk with the gradient of the loss to them, so many rows at a time."""
+    for start in range(0, len(logits), head.block):
+        rows = slice(start, start + head.block)
+        _block_to_gradient(logits[rows], given.rows(rows), head)
+
+
+def _block_to_gradient(logits: Tensor, given: _RowGradients, head: _Head) -> None:
+    """`logprob_grad * (onehot(token) - p) - entropy_grad * p (log p + entropy)`, in place, for logits `[n, V]`.
+
+    With a softcap each entry is multiplied by the slope of the cap, `1 - tanh^2`.
     """
-    columns = (t.split(block) for t in (z, lse[:, None], token_ids[:, None], grad[:, None]))
-    bonuses = repeat(None, -(-len(z) // block)) if bonus is None else bonus.split(block)
-    for part, lse, token, weight, both in zip(*columns, bonuses, strict=True):
-        slope = None if cap is None else 1 - (part / cap) ** 2  # tanh' = 1 - tanh²
-        part.sub_(lse)
-        # d logprob / dz = onehot(token) - p; d H / dz = -p (log p + H)
-        factor = -weight if both is None else (part + both[:, :1]).mul_(-both[:, 1:]).sub_(weight)
-        part.exp_().mul_(factor).scatter_add_(1, token, weight)
-        if slope is not None:
-            part.mul_(slope)
+    slope = None
+    if head.softcap is not None:
+        scaled_softcap = head.softcap / head.temperature
+        slope = 1 - (logits / scaled_softcap) ** 2
+
+    log_probs = logits.sub_(given.normalizer[:, None])
+    logprob_grad = given.logprob_grad[:, None]
+
+    if given.entropy_grad is None:
+        factor = -logprob_grad
+    else:
+        factor = log_probs + given.entropy[:, None]
+        factor.mul_(-given.entropy_grad[:, None])
+        factor.sub_(logprob_grad)
+
+    gradient = log_probs.exp_()
+    gradient.mul_(factor)
+    gradient.scatter_add_(1, given.token_ids[:, None], logprob_grad)
+    if slope is not None:
+        gradient.mul_(slope)
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
-    """logprob[i] = z[i, token_i] - logsumexp(z[i]) and the entropy of softmax(z[i]), z = hidden W' / temperature."""
+    """`logprob[i] = z[i, token_i] - logsumexp(z[i])` and the entropy of `softmax(z[i])`, with `z = hidden W' / T`.
+
+    hidden: `[n, H]`; weight: `[V, H]`; token_ids: int64 `[n]`; T: the temperature. Returns float32 `[n]` twice.
+    """
 
     @staticmethod
-    def forward(ctx, hidden, weight, token_ids, temperature, softcap, chunk):
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, token_ids: Tensor, head: _Head) -> tuple[Tensor, Tensor]:
         logprobs = hidden.new_empty(len(hidden), dtype=torch.float32)
-        entropy, lse, z = torch.empty_like(logprobs), torch.empty_like(logprobs), None
-        for i in range(0, len(hidden), chunk):
-            rows, z = slice(i, i + chunk), None  # the last chunk is freed before the next is made
-            z = _logits(hidden[rows], weight, softcap, temperature)
-            blocks = [_lse_and_entropy(block) for block in z.split(-(-chunk // BLOCKS))]
-            lse[rows], entropy[rows] = (torch.cat(parts) for parts in zip(*blocks, strict=True))
-            logprobs[rows] = z.gather(1, token_ids[rows, None])[:, 0] - lse[rows]
-        ctx.save_for_backward(hidden, weight, token_ids, lse, entropy)
-        ctx.last, ctx.settings = z, (temperature, softcap, chunk)
+        entropy = torch.empty_like(logprobs)
+        normalizer = torch.empty_like(logprobs)
+
+        logits = None
+        for start in range(0, len(hidden), head.chunk):
+            rows = slice(start, start + head.chunk)
+            logits = None  # frees those of the chunk before
+            logits = head.logits(hidden[rows], weight)
+            normalizer[rows], entropy[rows] = _normalizers_and_entropies(logits, head.block)
+            token_logits = logits.gather(1, token_ids[rows, None])[:, 0]
+            logprobs[rows] = token_logits - normalizer[rows]
+
+        ctx.save_for_backward(hidden, weight, token_ids, normalizer, entropy)
+        ctx.last_logits = logits
+        ctx.head = head
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx, grad, entropy_grad):
-        hidden, weight, token_ids, lse, entropy = ctx.saved_tensors
-        temperature, softcap, chunk = ctx.settings
-        z, ctx.last = ctx.last, None  # overwritten below: another backward pass computes it again
-        cap = None if softcap is None else softcap / temperature
-        grad = torch.zeros_like(lse) if grad is None else grad / temperature
-        bonus = None if entropy_grad is None else torch.stack([entropy, entropy_grad / temperature], 1)
-        # The weight's is summed in float32 whatever the compute dtype: there are many chunks.
-        d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
-        for i in reversed(range(0, len(hidden), chunk)):
-            rows = slice(i, i + chunk)
-            if z is None:
-                z = _logits(hidden[rows], weight, softcap, temperature)
-            extra = None if bonus is None else bonus[rows]
-            _to_gradient(z, lse[rows], token_ids[rows], grad[rows], extra, cap, -(-chunk // BLOCKS))
-            d, z = z.to(hidden.dtype), None
-            torch.mm(d, weight, out=d_hidden[rows])
-            if d.dtype == torch.float32:
-                d_weight.addmm_(d.t(), hidden[rows])
+    def backward(ctx: Any, *output_grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, token_ids, normalizer, entropy = ctx.saved_tensors
+        head: _Head = ctx.head
+        given = _row_gradients(output_grads, token_ids, normalizer, entropy, head.temperature)
+
+        # They are overwritten below, so a second backward pass computes them again.
+        logits = ctx.last_logits
+        ctx.last_logits = None
+
+        hidden_grad = torch.empty_like(hidden)
+        # Summed in float32 whatever the compute dtype, because there are many chunks.
+        weight_grad = torch.zeros_like(weight, dtype=torch.float32)
+        for start in reversed(range(0, len(hidden), head.chunk)):
+            rows = slice(start, start + head.chunk)
+            if logits is None:
+                logits = head.logits(hidden[rows], weight)
+            _logits_to_gradient(logits, given.rows(rows), head)
+            logits_grad = logits.to(hidden.dtype)
+            logits = None  # the float32 ones are freed before the matrix products
+
+            torch.mm(logits_grad, weight, out=hidden_grad[rows])
+            if logits_grad.dtype == torch.float32:
+                weight_grad.addmm_(logits_grad.t(), hidden[rows])
             else:
-                d_weight += d.t() @ hidden[rows]
-            del d
-        return d_hidden, d_weight.to(weight.dtype), None, None, None, None
+                weight_grad += logits_grad.t() @ hidden[rows]
+            del logits_grad  # freed before the logits of the next chunk are made
+
+        return hidden_grad, weight_grad.to(weight.dtype), None, None
 
 
-def _before(hidden: Tensor, needed: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """bool [B, T], the needed tokens without the first of each sequence; [n, H], the state before each of them."""
-    scored = needed.clone()
-    # The first token of a sequence has no condition.
-    scored[(slice(None), 0) if cu_seqlens is None else (0, cu_seqlens[:-1].long())] = False
-    return scored, hidden.flatten(0, 1).index_select(0, scored.flatten().nonzero()[:, 0] - 1)  # THE shift
+def _row_gradients(
+    output_grads: tuple[Tensor | None, ...],
+    token_ids: Tensor,
+    normalizer: Tensor,
+    entropy: Tensor,
+    temperature: float,
+) -> _RowGradients:
+    """output_grads: float32 `[n]` for log-probs and entropies, each None if the loss does not depend on it."""
+    logprob_grad, entropy_grad = output_grads
+    if logprob_grad is None:
+        logprob_grad = torch.zeros_like(normalizer)
+    else:
+        logprob_grad = logprob_grad / temperature
+    if entropy_grad is not None:
+        entropy_grad = entropy_grad / temperature
+    return _RowGradients(
+        token_ids=token_ids,
+        normalizer=normalizer,
+        entropy=entropy,
+        logprob_grad=logprob_grad,
+        entropy_grad=entropy_grad,
+    )
+
+
+def _predicted_tokens(needed: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """bool `[B, T]`: the needed tokens without the first of each sequence, which nothing predicts."""
+    predicted = needed.clone()
+    if cu_seqlens is None:
+        predicted[:, 0] = False
+    else:
+        first_tokens = cu_seqlens[:-1].long()
+        predicted[0, first_tokens] = False
+    return predicted
+
+
+def _states_before(hidden: Tensor, predicted: Tensor) -> Tensor:
+    """`[n, H]`, the hidden state before each of the n predicted tokens: THE shift."""
+    cells = predicted.flatten().nonzero()[:, 0]
+    return hidden.flatten(0, 1).index_select(0, cells - 1)
 
 
 def token_values(hidden: Tensor, head: Callable[[Tensor], Tensor], needed: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """`head(hidden[t - 1])` at t: the value of the state before token t.
 
-    hidden, needed, cu_seqlens: as of `token_logprobs`; head: float32 [n, H] to [n, 1]. Returns float32 [B, T], 0 at
-    the first token of each sequence and where not needed.
+    hidden, needed, cu_seqlens: as of `token_logprobs`; head: float32 `[n, H]` to `[n, 1]`. Returns float32 `[B, T]`,
+    0 at the first token of each sequence and where not needed.
     """
-    scored, before = _before(hidden, needed, cu_seqlens)
-    return torch.zeros_like(scored, dtype=torch.float32).masked_scatter(scored, head(before.float())[:, 0])
+    predicted = _predicted_tokens(needed, cu_seqlens)
+    states = _states_before(hidden, predicted)
+    values = head(states.float())[:, 0]
+    zeros = torch.zeros_like(predicted, dtype=torch.float32)
+    return zeros.masked_scatter(predicted, values)
 
 
 def token_logprobs(
@@ -129,21 +258,31 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """`log softmax(head(hidden[t - 1]) / temperature)[token_t]` and the entropy of that distribution, at t.
 
-    hidden: [B, T, H] after the final norm; weight: [V, H] of the same dtype; token_ids: int64 [B, T];
-    cu_seqlens: int32 [S + 1] of a packed row (then B = 1) or None; needed: bool [B, T], the only tokens that
-    go through the head (None: all); bias: [V]; softcap: logits become `softcap * tanh(logits / softcap)`.
-    Returns float32 [B, T] twice, 0 at the first token of each sequence and where not needed. Gradients flow
-    through both, and that of the entropy costs nothing unless it is asked for. `chunk_elements` bounds the logits
+    hidden: `[B, T, H]` after the final norm; weight: `[V, H]` of the same dtype; token_ids: int64 `[B, T]`;
+    cu_seqlens: int32 `[S + 1]` of a packed row (then B = 1) or None; needed: bool `[B, T]`, the only tokens that
+    go through the head (None: all); bias: `[V]`; softcap: logits become `softcap * tanh(logits / softcap)`.
+    Returns float32 `[B, T]` twice, 0 at the first token of each sequence and where not needed. Gradients flow
+    through both; that of the entropy costs nothing where the loss does not use it. `chunk_elements` bounds the logits
     held at once, in float32 elements.
     Source: recomputed cross-entropy, Liger kernel, arXiv 2410.10989 (there fused with the loss; here per token).
     """
-    if chunk_elements is None:  # large enough to keep the matrix units busy, small against the activations
-        chunk_elements = 2**25 if hidden.device.type == "cpu" else 2**26
-    everywhere = torch.ones_like(token_ids, dtype=torch.bool)
-    scored, hidden = _before(hidden, everywhere if needed is None else needed, cu_seqlens)
+    if needed is None:
+        needed = torch.ones_like(token_ids, dtype=torch.bool)
+    predicted = _predicted_tokens(needed, cu_seqlens)
+    states = _states_before(hidden, predicted)
     if bias is not None:  # rare: one more input that is always 1
-        hidden, weight = torch.cat([hidden, hidden.new_ones(len(hidden), 1)], 1), torch.cat([weight, bias[:, None]], 1)
-    chunk = max(1, chunk_elements // len(weight))
-    values = _ChunkedLogProbs.apply(hidden, weight, token_ids[scored], temperature, softcap, chunk)
+        ones = states.new_ones(len(states), 1)
+        states = torch.cat([states, ones], 1)
+        weight = torch.cat([weight, bias[:, None]], 1)
+
+    if chunk_elements is None:
+        chunk_elements = CPU_CHUNK_ELEMENTS if states.device.type == "cpu" else GPU_CHUNK_ELEMENTS
+    head = _Head(
+        temperature=temperature,
+        softcap=softcap,
+        chunk=max(1, chunk_elements // len(weight)),
+    )
+    logprobs, entropy = _ChunkedLogProbs.apply(states, weight, token_ids[predicted], head)
+
     zeros = torch.zeros_like(token_ids, dtype=torch.float32)
-    return zeros.masked_scatter(scored, values[0]), zeros.masked_scatter(scored, values[1])
+    return zeros.masked_scatter(predicted, logprobs), zeros.masked_scatter(predicted, entropy)

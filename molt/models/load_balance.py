@@ -1,13 +1,15 @@
 """The load balance of a mixture of experts, as a loss of each sequence.
 
 Two things differ from DeepSeek-V3's (arXiv 2412.19437, equations 17 to 20):
-1. Counted are the experts that the router chose; the paper counts the K best scores, without the correction bias
-   and the group limit by which some models choose. The load is what the choice makes it, and the bias is not trained.
+1. The load counts the experts that the router chose. The paper counts the K with the largest affinity, without the
+   correction bias and the group limit by which some models choose. The load follows from the choice, and the bias is
+   not trained.
 2. The mean over layers is taken here, so that the coefficient does not depend on the depth.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,79 +17,129 @@ from transformers import PreTrainedConfig
 
 from molt.batch.collate import Batch
 from molt.errors import ConfigError
+from molt.models.causal_lm import CausalLM
 
-Route = tuple[Tensor, Tensor]
-"""Of one layer: router logits [cells, E] and the experts chosen, int64 [cells, K]."""
-
-
-def _sigmoid(logits: Tensor) -> Tensor:
-    scores = logits.sigmoid()
-    return scores / scores.sum(-1, keepdim=True)
+ModuleValues = tuple[Any, ...]
+"""The inputs, or the outputs, of a module's forward."""
+AffinityOf = Callable[[Tensor], Tensor]
+"""Float32 router logits `[n, E]` to the affinities of the experts, normalised to sum to 1."""
 
 
-SCORES: dict[str, Callable[[Tensor], Tensor]] = {
-    "qwen3_moe": lambda logits: logits.softmax(-1),
-    "deepseek_v3": _sigmoid,
-    "glm4_moe": _sigmoid,
+class Route(NamedTuple):
+    """What the router of one layer did in a forward."""
+
+    logits: Tensor
+    """`[cells, E]`, one row for each cell of the batch, padding included."""
+    chosen: Tensor
+    """int64 `[cells, K]`, the experts chosen."""
+
+
+def _softmax(logits: Tensor) -> Tensor:
+    return logits.softmax(-1)
+
+
+def _normalized_sigmoid(logits: Tensor) -> Tensor:
+    affinities = logits.sigmoid()
+    return affinities / affinities.sum(-1, keepdim=True)
+
+
+AFFINITIES: dict[str, AffinityOf] = {
+    "qwen3_moe": _softmax,
+    "deepseek_v3": _normalized_sigmoid,
+    "glm4_moe": _normalized_sigmoid,
 }
-"""By model type: float32 router logits [n, E] to the scores it routes by, normalised to sum to 1."""
+"""By model type: the affinities that the model routes by."""
 
-OF_AUTOMODEL = "_GateRoutingCore"
-ROUTERS = ("Qwen3MoeTopKRouter", "DeepseekV3TopkRouter", "Glm4MoeTopkRouter", OF_AUTOMODEL)
-"""Classes that choose experts. AutoModel's is called with logits and returns (weights, chosen, scores), those of
-transformers return (logits, weights, chosen)."""
+
+def _transformers_route(inputs: ModuleValues, outputs: ModuleValues) -> Route:
+    """A router of transformers returns (logits, weights, chosen)."""
+    return Route(logits=outputs[0], chosen=outputs[2])
+
+
+def _automodel_route(inputs: ModuleValues, outputs: ModuleValues) -> Route:
+    """A router of AutoModel takes the logits and returns (weights, chosen, affinities)."""
+    return Route(logits=inputs[0], chosen=outputs[1])
+
+
+ROUTERS: dict[str, Callable[[ModuleValues, ModuleValues], Route]] = {
+    "Qwen3MoeTopKRouter": _transformers_route,
+    "DeepseekV3TopkRouter": _transformers_route,
+    "Glm4MoeTopkRouter": _transformers_route,
+    "_GateRoutingCore": _automodel_route,
+}
+"""By name of the class of a router: its inputs and outputs to its `Route`."""
 
 
 def refuse_balance(config: PreTrainedConfig, setting: str, routers: int | None = None) -> None:
     """Raise `ConfigError` for a model without experts, or with some whose routers are not known.
 
-    setting: what asked for it, as "`actor.aux_loss_coef` (=0.001)"; routers: how many were found, None: not looked.
+    setting: the setting that wants the balance, as "`actor.aux_loss_coef` (=0.001)"; routers: how many the model has;
+    None: not counted.
     """
-    if config.model_type not in SCORES or routers == 0:
+    if config.model_type not in AFFINITIES or routers == 0:
+        names = config.architectures or [config.model_type]
         raise ConfigError(
-            f"{setting}: {(config.architectures or [config.model_type])[0]} has no experts whose load molt can read, "
-            f"so nothing would be balanced. Use 0, or a model of type {', '.join(SCORES)}."
+            f"{setting}: {names[0]} has no experts whose load molt can read, so nothing would be balanced. "
+            f"Use 0, or a model of type {', '.join(AFFINITIES)}."
         )
 
 
 @contextmanager
-def routes(causal_lm: nn.Module) -> Iterator[list[Route]]:
+def recorded_routes(causal_lm: CausalLM) -> Iterator[list[Route]]:
     """A list to which every router adds its `Route` during a forward. Raises `ConfigError` as `refuse_balance`.
 
     A hook keeps what the layer computes and computes nothing: gradient checkpointing runs the layer again without it.
     """
-    found: list[Route] = []
     routers = [module for module in causal_lm.modules() if type(module).__name__ in ROUTERS]
     refuse_balance(causal_lm.config, "`balance` (=True)", len(routers))
 
-    def keep(router: nn.Module, args: tuple, output: tuple) -> None:
-        native = type(router).__name__ == OF_AUTOMODEL
-        found.append((args[0], output[1]) if native else (output[0], output[2]))
+    routes: list[Route] = []
 
-    handles = [router.register_forward_hook(keep) for router in routers]
+    def record_route(router: nn.Module, inputs: ModuleValues, outputs: ModuleValues) -> None:
+        route_of = ROUTERS[type(router).__name__]
+        routes.append(route_of(inputs, outputs))
+
+    handles = [router.register_forward_hook(record_route) for router in routers]
     try:
-        yield found
+        yield routes
     finally:
         for handle in handles:
             handle.remove()
 
 
-def balance_loss(found: Sequence[Route], model_type: str, batch: Batch) -> Tensor:
-    """`sum_i f_i P_i` over the E experts, averaged over layers; float32 [S], 1 where all is balanced, at most E / K.
+def balance_loss(routes: Sequence[Route], model_type: str, batch: Batch) -> Tensor:
+    """`sum_i f_i P_i` over the E experts, averaged over layers; float32 `[S]`, 1 if balanced, at most E / K.
 
     Over the T real tokens of a sequence: `f_i = E / (K T) * #{t: i chosen}`, without gradient, and `P_i` the mean of
-    the normalised scores. It is a number of the sequence alone, whatever shares its micro-batch or pads its row.
+    the normalised affinities. It depends on the sequence alone, whatever shares its micro-batch or pads its row.
     Source: DeepSeek-V3, arXiv 2412.19437, section 2.1.2 (see above).
     """
-    device, real = found[0][0].device, batch.real.flatten()
-    segments, cells = batch.segments.flatten()[real].to(device), real.nonzero()[:, 0].to(device)
+    device = routes[0].logits.device
+    real = batch.real.flatten()
+    cells = real.nonzero()[:, 0].to(device)
+    segments = batch.segments.flatten()[real].to(device)
     lengths = torch.tensor(batch.lengths, device=device)[:, None]
+
     total = torch.zeros(len(lengths), device=device)
-    for logits, chosen in found:
-        size = len(lengths), logits.shape[-1]
-        scores = SCORES[model_type](logits[cells].float())
-        mean = scores.new_zeros(size).index_add(0, segments, scores) / lengths
-        counts = (segments[:, None] * size[1] + chosen[cells]).flatten().bincount(minlength=size[0] * size[1])
-        frequency = counts.view(size) * size[1] / (chosen.shape[-1] * lengths)
-        total = total + (frequency * mean).sum(1)
-    return total / len(found)
+    for route in routes:
+        of_real_tokens = Route(logits=route.logits[cells], chosen=route.chosen[cells])
+        total = total + _layer_balance(of_real_tokens, AFFINITIES[model_type], segments, lengths)
+    return total / len(routes)
+
+
+def _layer_balance(route: Route, affinities_of: AffinityOf, segments: Tensor, lengths: Tensor) -> Tensor:
+    """float32 `[S]` of one layer. segments: int64 `[n]`, the sequence of each real token; lengths: `[S, 1]`."""
+    affinities = affinities_of(route.logits.float())
+    sequences = len(lengths)
+    experts = affinities.shape[-1]
+    experts_per_token = route.chosen.shape[-1]
+
+    affinity_sums = affinities.new_zeros(sequences, experts).index_add(0, segments, affinities)
+    mean_affinities = affinity_sums / lengths
+
+    # One bin for each pair of a sequence and an expert.
+    bins = segments[:, None] * experts + route.chosen
+    counts = bins.flatten().bincount(minlength=sequences * experts).view(sequences, experts)
+    frequencies = counts * experts / (experts_per_token * lengths)
+
+    return (frequencies * mean_affinities).sum(1)

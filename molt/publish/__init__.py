@@ -1,1 +1,1 @@
-"""Trainer-to-engine weight copies: gather, transfer, receive, proof."""
+"""Weight sync ("publication"): copy the trainer's weights to the engines. gather, transfer, receive, proof."""

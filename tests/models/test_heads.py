@@ -77,12 +77,17 @@ def test_an_entropy_that_nobody_differentiates_costs_nothing(inputs, monkeypatch
     import molt.models.heads as heads
 
     hidden, weight, _, token_ids, upstream = inputs
-    bonuses, compute = [], heads._to_gradient
-    monkeypatch.setattr(heads, "_to_gradient", lambda *args: (bonuses.append(args[4]), compute(*args))[1])
+    entropy_grads, compute = [], heads._logits_to_gradient
+
+    def record_and_compute(logits, given, head):
+        entropy_grads.append(given.entropy_grad)
+        compute(logits, given, head)
+
+    monkeypatch.setattr(heads, "_logits_to_gradient", record_and_compute)
     logprobs, entropy = token_logprobs(hidden, weight, token_ids, None)
     float(entropy.detach().sum())
     (logprobs * upstream).sum().backward()
-    assert bonuses == [None]
+    assert entropy_grads == [None]
 
 
 def test_a_value_is_that_of_the_state_before_the_token(inputs):

@@ -12,7 +12,7 @@ from molt.batch.collate import collate
 from molt.config import FsdpConfig, ModelConfig
 from molt.errors import ConfigError
 from molt.models.build import build_policy
-from molt.models.load_balance import balance_loss, refuse_balance
+from molt.models.load_balance import Route, balance_loss, refuse_balance
 from tests.tiny import save_tiny, tiny_moe, tiny_qwen3
 from tests.train.ranks import CPU, run_ranks, whole
 
@@ -44,7 +44,10 @@ def test_by_hand():
     # Second: P = (1/2, 1/2) from (3/4, 1/4) and (1/4, 3/4), each chosen once, f = (1, 1): 1. The other layer: 1 and 1.
     high = log(3)
     logits = torch.tensor([[0, high], [0, high], [high, 0], [0, high]])
-    layers = [(logits, torch.tensor([[1], [1], [0], [1]])), (logits * 0, torch.tensor([[0], [1], [0], [1]]))]
+    layers = [
+        Route(logits, torch.tensor([[1], [1], [0], [1]])),
+        Route(logits * 0, torch.tensor([[0], [1], [0], [1]])),
+    ]
     got = balance_loss(layers, "qwen3_moe", collate([np.zeros(2), np.zeros(2)], packed=True))
     torch.testing.assert_close(got, torch.tensor([(1.5 + 1) / 2, 1.0]))
     # Sigmoid scores are divided by their sum: 1/2 and 3/4 become 2/5 and 3/5. f = (0, 2): 2 * 3/5; then as above.

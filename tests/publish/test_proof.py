@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from molt.errors import PublicationError
 from molt.publish.proof import (
+    Digests,
     Receipt,
     check_digests,
     check_in_use,
@@ -146,15 +147,16 @@ def test_the_engine_that_holds_other_weights_is_named():
         check_digests(good, 1)
 
 
-@pytest.mark.parametrize("held", [[(5, 6), (5, 6)], [(5, 6), (7, 8)], []])
-def test_weights_that_changed_with_the_trainers_are_in_use(held):
-    check_in_use((1, 2), held)
+@pytest.mark.parametrize(("before", "now"), [((5, 5), (6, 6)), ((5, 7), (6, 8)), ((), ())])
+def test_weights_that_changed_with_the_trainers_are_in_use(before, now):
+    check_in_use(Digests(sent=1, held=before), Digests(sent=2, held=now))
 
 
 def test_an_engine_that_still_holds_what_it_held_is_named():
     with pytest.raises(PublicationError, match=r"engine worker 1: .*received, not in use.*\(digest 0+7\).*old policy"):
-        check_in_use((1, 2), [(5, 6), (7, 7)])
-    check_in_use((1, 1), [(5, 5), (7, 7)])  # published again without a step: nothing has to change
+        check_in_use(Digests(sent=1, held=(5, 7)), Digests(sent=2, held=(6, 7)))
+    same = Digests(sent=1, held=(5, 7))
+    check_in_use(same, same)  # published again without a step: nothing has to change
 
 
 def test_the_probe_by_hand():

@@ -92,8 +92,8 @@ def test_digests_are_kept_from_one_publication_to_the_next(world, publisher):
         world.weight = weight
         asyncio.run(publisher.publish(version))
         seen.append(publisher.digests)
-    assert [digests[1:] for digests in seen] == [[1001, 1001], [1002, 1002], [1002, 1002], [1003, 1003]]
-    first, second, same, third = (digests[0] for digests in seen)
+    assert [digests.held for digests in seen] == [(1001, 1001), (1002, 1002), (1002, 1002), (1003, 1003)]
+    first, second, same, third = (digests.sent for digests in seen)
     assert second == same and len({first, second, third}) == 3
 
 
