@@ -1,4 +1,4 @@
-"""The token tree: what a session's clients asked and the engine sampled, as exact ids.
+"""The token tree: what a session's clients requested and the engine sampled, as exact ids.
 
 A node is one model call. It holds what the call added to its parent: messages (the last is the reply), the ids
 of the prompt that the parent's path does not have, and the sampled ids with their log-probs and versions. Ids
@@ -7,162 +7,82 @@ along a path are what the engine saw, never text that was tokenised again. A pat
     root ── a ── b ── c        c = b, edited by the client: samples `a b` and `a c`; the second has `a`
               └─ c'            as context (version -1), so that every sampled token is trained once
 
-A request goes on at the deepest node whose messages it repeats *by meaning*; it starts another branch for a
-reason: `root` (nothing like it was said), `side` (no tools, another system prompt than the main
-conversation's: a title, a summary), `again` (a request that was answered before), `edit` (it leaves a path at a
-message that differs), `compaction` (sampled replies come back without what stood before them), `template` (the
-ids of the prompt rewrite history). Only `side` changes what is trained; the rest tells people why.
+A request continues at the deepest node whose messages it repeats *by meaning* (`chat/normalized.py`). Otherwise it
+starts a branch, for one of the reasons in `BranchReason`.
 """
 
-import json
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import groupby, takewhile
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
+from molt.chat.branch_reason import Branch, Divergence, explain_branch, was_answered_before
+from molt.chat.node import NO_IDS, BranchReason, Node, root_node
+from molt.chat.normalized import NormalizedMessage, leading_system, normalize_message, without_cache_mark
 from molt.chat.protocol import Message
 from molt.types import NOT_GENERATED, Media, Sample, Turn
 
-SHORTER = 2
-"""Messages by which a compaction shortens history; by one it is a dropped reply, an edit."""
-QUOTE_LENGTH, QUOTE_PLACES = 20, 4
-"""A summary quotes a line of a sampled reply: at least so many characters, in one of the first new messages."""
-_JSON_IN, _JSON_OUT = json.JSONDecoder(parse_int=float), json.JSONEncoder(sort_keys=True)
-NO_IDS = np.empty(0, np.int32)
-
-
-class Meaning(NamedTuple):
-    """A message without what clients change when they send it back."""
-
-    role: str
-    content: list[Any]
-    """Texts and other parts in order. An assistant's white space is normalised; in a tool result it may matter."""
-    calls: list[tuple[str, str]]
-    """Names and parsed arguments; ids of calls are the wire's."""
-    reasoning: str
-    marks: tuple
-    """What tells replies of equal meaning apart, if the client kept it."""
-
-    def echoes(self, said: "Meaning") -> bool:
-        """This, in a request, is what was `said`: reasoning left out is no difference."""
-        same = self is said or self[:3] == said[:3]
-        return same and self.reasoning in ("", said.reasoning)
-
-    @property
-    def text(self) -> str:
-        return "\n".join(part for part in self.content if isinstance(part, str))
-
-
-def meaning(message: Message) -> Meaning:
-    role = "system" if message["role"] == "developer" else message["role"]
-    calls = message.get("tool_calls") or []
-    named = [(call["function"]["name"], _parsed(call["function"].get("arguments") or "{}")) for call in calls]
-    reasoning = _one_spaced(message.get("reasoning_content") or "")
-    marks = (message.get("content"), message.get("tool_call_id"), [call.get("id") for call in calls])
-    return Meaning(role, _content(message.get("content"), role), named, reasoning, marks)
-
-
-def _content(content: str | list[dict[str, Any]] | None, role: str) -> list[Any]:
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
-    found: list[Any] = []
-    for is_text, group in groupby(parts, key=lambda part: part.get("type") == "text"):
-        if is_text:
-            text = "\n".join(part["text"] for part in group)
-            found.append(_one_spaced(text) if role == "assistant" else text.strip())
-        else:
-            found += map(_bare, group)
-    return [part for part in found if part != ""]
-
-
-def _parsed(arguments: str) -> str:
-    """One spelling for equal JSON (1 and 1.0 are equal, 1 and true are not); other text as it is."""
-    try:
-        return _JSON_OUT.encode(_JSON_IN.decode(arguments))
-    except (ValueError, RecursionError):  # what a model takes for JSON
-        return _one_spaced(arguments)
-
-
-def _one_spaced(text: str) -> str:
-    return " ".join(text.split())
-
-
-def _bare(item: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in item.items() if key != "cache_control"}
-
-
-def _system(said: list[Meaning]) -> list[list[Any]]:
-    return [message.content for message in takewhile(lambda message: message.role == "system", said)]
-
-
-@dataclass(eq=False)
-class Node:
-    """One model call, as what it added to its parent's path."""
-
-    parent: "Node | None"
-    """None for the tree's root, which is no call and holds nothing."""
-    index: int
-    """Place in the order of creation."""
-    reason: str
-    """Why a branch starts here; "" if the node goes on from its parent."""
-    messages: list[Message]
-    said: list[Meaning]
-    """Of each message."""
-    tools: list[dict[str, Any]]
-    context_ids: np.ndarray
-    """int32 `[C]`, the prompt's ids after the parent's."""
-    token_ids: np.ndarray
-    """int32 `[T]`, sampled; `logprobs` float32 `[T]` and `versions` int32 `[T]` belong to them."""
-    logprobs: np.ndarray
-    versions: np.ndarray
-    train: bool
-    """False: sampled from another distribution or opted out; its ids stay context for what follows."""
-    media: tuple[Media, ...] = ()
-    """Images in `context_ids`; their places are those in the whole path."""
-
-    def __post_init__(self):
-        self.begin: int = self.parent.end if self.parent else 0
-        self.end: int = self.begin + len(self.messages)
-        """Its messages are those from `begin` to `end` of the conversation."""
-
-    @property
-    def path(self) -> list["Node"]:
-        """From the first call of the conversation to this one."""
-        path, node = [], self
-        while node.parent is not None:
-            path.append(node)
-            node = node.parent
-        return path[::-1]
+EXCERPT = 60
+"""Characters that `Tree.show` prints of each end of a text."""
 
 
 @dataclass(frozen=True)
 class Match:
-    """Where a request goes on."""
+    """Where a request continues."""
 
     node: Node
     rest: list[Message]
     """Its messages after those of the node's path; none if it ends with a reply."""
-    reason: str
-    said: list[Meaning]
-    """Of each message in `rest`."""
+    reason: BranchReason
+    normalized: list[NormalizedMessage]
+    """One for each message of `rest`."""
     tools: list[dict[str, Any]]
     ids: np.ndarray
-    """int32, of the node's path."""
+    """int32 `[T]`, of the node's path."""
+
+
+@dataclass(order=True, slots=True)
+class Candidate:
+    """A node whose path a request repeats. The largest is where the request continues."""
+
+    depth: int
+    """Messages that the request shares with the path."""
+    marks_kept: int
+    """Messages that came back with their call ids and spelling: tells replies of equal meaning apart."""
+    is_fresh: bool
+    """Nothing follows it yet: parallel agents that got the same answer continue from one each."""
+    index: int
+    """The latest wins."""
+    node: Node = field(compare=False)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A path that is one training sample."""
+
+    leaf: Node
+    """Its last call."""
+    trained: set[Node]
+    """The calls of the path whose sampled ids are trained in this segment; the others are context."""
 
 
 class Tree:
-    """See the module's docstring. Nothing is recorded before `add`."""
+    """The model calls of one session. Nothing is recorded before `add`."""
 
     def __init__(self, *, train_side: bool = False):
-        self.root = Node(None, -1, "", [], [], [], *[NO_IDS] * 4, train=False)
+        self.root = root_node()
         self.nodes: list[Node] = []
+        """All calls in the order of creation, so parents come before their children."""
         self.children: dict[Node, list[Node]] = {self.root: []}
-        """Not in the nodes, so that there are no cycles: a dropped tree is gone, without the garbage collector."""
+        """Not in the nodes, so that there are no cycles: a dropped tree is gone without the garbage collector."""
         self.train_side = train_side
-        self._excluded: list[Callable[[Node], bool]] = []
+        self._excluded_nodes: set[Node] = set()
+        self._exclusions: list[Callable[[Node], bool]] = []
         self._trained_tops: set[Node] = set()
-        """The beginnings of conversations with a call to train."""
+        """First calls of the conversations that have a call to train."""
+
+    # Matching ---------------------------------------------------------------------------------------------------------
 
     def match(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> Match:
         """The deepest node whose path `messages` repeat by meaning, under the same tools.
@@ -170,81 +90,143 @@ class Tree:
         Of replies that mean the same, the one whose call ids and spelling came back; then one that nothing
         followed yet (parallel agents that got the same answer); then the latest.
         """
-        offered, said = self._offered(tools), self._meanings(messages)
-        found, left, reached = [(0, 0, False, -1)], [], [(self.root, 0)]
-        for node, marks in reached:  # grows while it is walked
-            for child in self.children[node]:
-                if node is self.root and child.tools != offered:
-                    continue
-                pairs = zip(said[node.end : node.end + len(child.said)], child.said, strict=False)
-                pairs = list(takewhile(lambda pair: pair[0].echoes(pair[1]), pairs))
-                if len(pairs) < len(child.said):
-                    left.append((node.end + len(pairs), child.said[len(pairs) :]))
-                    continue
-                kept = marks + sum(echo.marks == original.marks for echo, original in pairs)
-                found.append((child.end, kept, not self.children[child], child.index))
-                reached.append((child, kept))
-        index = max(found)[-1]
-        node = self.nodes[index] if index >= 0 else self.root
-        reason = self._reason(node, said, offered, left)
-        return Match(node, messages[node.end :], reason, said[node.end :], offered, self.ids(node))
+        offered = self._shared_tools(tools)
+        normalized = self._normalize(messages)
+        candidates, divergences = self._follow(normalized, offered)
 
-    def _offered(self, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-        """The tools, kept once however many calls offer the same."""
-        offered = [_bare(tool) for tool in tools or []]
-        return next((top.tools for top in self.children[self.root] if top.tools == offered), offered)
+        node = self.root
+        if candidates:
+            node = max(candidates).node
+        return Match(
+            node=node,
+            rest=messages[node.end :],
+            reason=self._reason(node, normalized, offered, divergences),
+            normalized=normalized[node.end :],
+            tools=offered,
+            ids=self.ids(node),
+        )
 
-    def _meanings(self, messages: list[Message]) -> list[Meaning]:
-        """Of each message. A request repeats the whole history: what came back letter by letter is not read again."""
-        node, said = self.root, []
+    def _shared_tools(self, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+        """The tools without cache marks; one list however many conversations offer the same."""
+        offered = [without_cache_mark(tool) for tool in tools or []]
+        for top in self.children[self.root]:
+            if top.tools == offered:
+                return top.tools
+        return offered
+
+    def _normalize(self, messages: list[Message]) -> list[NormalizedMessage]:
+        """One for each message. A request repeats the whole history: messages that came back letter by letter are
+        not normalized again."""
+        normalized: list[NormalizedMessage] = []
+        node: Node | None = self.root
         while node is not None:
-            said += node.said
-            children = self.children[node][::-1]
-            node = next((child for child in children if child.messages == messages[child.begin : child.end]), None)
-        return said + [meaning(message) for message in messages[len(said) :]]
+            normalized += node.normalized
+            node = self._literal_child(node, messages)
+        normalized += [normalize_message(message) for message in messages[len(normalized) :]]
+        return normalized
 
-    def _reason(self, node: Node, said: list[Meaning], tools: list, left: list[tuple[int, list[Meaning]]]) -> str:
-        """`left`: how far the request follows each path that it leaves, and what that path says instead."""
-        if any(at == len(said) and len(others) == 1 for at, others in left):
-            return "again"
-        if node is not self.root and not self.children[node]:
-            return ""
-        if node is self.root and self.nodes and self._aside(tools, said):
-            return "side"
-        system, new = _system(said), range(node.end, len(said))
-        longest = max((n.end for n in self.nodes if _system(n.path[0].said) == system), default=0)
-        echoed = [n.end - 1 - i for i in new for n in self.nodes if said[i].echoes(n.said[-1])]  # places it moved by
-        early = [_one_spaced(said[i].text) for i in new[:QUOTE_PLACES]]
-        quoted = (_quotes(text, n) for text in early for n in self.nodes if n not in node.path)
-        if max(echoed, default=0) >= SHORTER or (longest - len(said) >= SHORTER and any(quoted)):
-            return "compaction"
-        said_before = any(at > len(system) for at, _ in left)
-        merged = any(at == len(system) < len(said) and _within(others[0], said[at]) for at, others in left)
-        return "edit" if node is not self.root or echoed or said_before or merged else "root"
+    def _literal_child(self, node: Node, messages: list[Message]) -> Node | None:
+        """The latest child whose messages are in the request letter by letter."""
+        for child in reversed(self.children[node]):
+            if child.messages == messages[child.begin : child.end]:
+                return child
+        return None
+
+    def _follow(
+        self, messages: list[NormalizedMessage], tools: list[dict[str, Any]]
+    ) -> tuple[list[Candidate], list[Divergence]]:
+        """The nodes whose paths the request repeats, and where it leaves the paths that it repeats in part."""
+        candidates: list[Candidate] = []
+        divergences: list[Divergence] = []
+        tops = [top for top in self.children[self.root] if top.tools == tools]
+        pending = [(child, 0) for child in tops]
+        while pending:
+            child, marks_kept = pending.pop()
+            shared = _shared_messages(messages, child)
+            if shared < len(child.normalized):
+                divergences.append(Divergence(place=child.begin + shared, expected=child.normalized[shared:]))
+                continue
+
+            for echo, original in zip(messages[child.begin : child.end], child.normalized, strict=True):
+                if echo.spelling == original.spelling:
+                    marks_kept += 1
+            following = self.children[child]
+            candidates.append(
+                Candidate(
+                    depth=child.end,
+                    marks_kept=marks_kept,
+                    is_fresh=not following,
+                    index=child.index,
+                    node=child,
+                )
+            )
+            pending += [(grandchild, marks_kept) for grandchild in following]
+        return candidates, divergences
+
+    def _reason(
+        self,
+        node: Node,
+        messages: list[NormalizedMessage],
+        tools: list[dict[str, Any]],
+        divergences: list[Divergence],
+    ) -> BranchReason:
+        if was_answered_before(messages, divergences):
+            return BranchReason.AGAIN
+        if not node.is_root and not self.children[node]:
+            return BranchReason.CONTINUES
+        if node.is_root and _is_side(tools, leading_system(messages), self._main_conversation()):
+            return BranchReason.SIDE
+        branch = Branch(node=node, messages=messages, divergences=divergences, calls=self.nodes)
+        return explain_branch(branch)
+
+    # Recording --------------------------------------------------------------------------------------------------------
 
     def add(
-        self, match: Match, prompt_ids: list[int], turn: Turn, reply: Message, *, train: bool = True,
+        self,
+        match: Match,
+        prompt_ids: list[int],
+        turn: Turn,
+        reply: Message,
+        *,
+        train: bool = True,
         media: tuple[Media, ...] = (),
-    ) -> Node:  # fmt: skip
+    ) -> Node:
         """Record a call that succeeded. For n > 1: once per answer, with the same match. media: of the whole prompt.
 
-        Where the engine was not given the exact ids of the matched path, the node goes off at the deepest
-        node of it whose ids are the beginning of the prompt, for the reason `template`.
+        Where the engine was not given the exact ids of the matched path, the node branches off at the deepest
+        node of the path whose ids begin the prompt, for the reason `template`.
         """
-        parent, reason, ids = match.node, match.reason, match.ids
         given = np.asarray(turn.prompt_ids, np.int32)
-        while not np.array_equal(given[: len(ids)], ids):
-            parent, reason = parent.parent, "template"
-            ids = self.ids(parent)
-        same = len(given) == len(prompt_ids) and given[len(ids) :].tolist() == prompt_ids[len(ids) :]
+        parent, start = _deepest_prefix(match, given)
+        same = len(given) == len(prompt_ids) and given[start:].tolist() == prompt_ids[start:]
         assert same, "the turn was sampled from another prompt than is recorded"
-        above = [n for n in match.node.path if n.end > parent.end]
-        messages = [*(message for n in above for message in n.messages), *match.rest, reply]
-        said = [*(message for n in above for message in n.said), *match.said, meaning(reply)]
-        # A copy, since a view would keep every whole prompt.
-        arrays = given[len(ids) :].copy(), np.asarray(turn.token_ids, np.int32), turn.logprobs, turn.versions
-        new = tuple(each for each in media if each.start >= len(ids))
-        node = Node(parent, len(self.nodes), reason, messages, said, match.tools, *arrays, train=train, media=new)
+
+        reason = match.reason
+        if parent is not match.node:
+            reason = BranchReason.TEMPLATE
+        messages: list[Message] = []
+        normalized: list[NormalizedMessage] = []
+        for rewritten in match.node.path:
+            if rewritten.end > parent.end:
+                messages += rewritten.messages
+                normalized += rewritten.normalized
+        messages += [*match.rest, reply]
+        normalized += [*match.normalized, normalize_message(reply)]
+
+        node = Node(
+            parent=parent,
+            index=len(self.nodes),
+            reason=reason,
+            messages=messages,
+            normalized=normalized,
+            tools=match.tools,
+            context_ids=given[start:].copy(),  # a view would keep every whole prompt in memory
+            token_ids=np.asarray(turn.token_ids, np.int32),
+            logprobs=turn.logprobs,
+            versions=turn.versions,
+            train=train,
+            media=tuple(each for each in media if each.start >= start),
+        )
         self.children[parent].append(node)
         self.children[node] = []
         self.nodes.append(node)
@@ -252,102 +234,194 @@ class Tree:
             self._trained_tops.add(node.path[0])
         return node
 
+    def exclude(self, branch: Node | Callable[[Node], bool]) -> None:
+        """Train neither the node (or every node for which the function is true, now or later) nor what follows it."""
+        if isinstance(branch, Node):
+            self._excluded_nodes.add(branch)
+        else:
+            self._exclusions.append(branch)
+
+    # Paths ------------------------------------------------------------------------------------------------------------
+
     def ids(self, node: Node) -> np.ndarray:
-        """int32, every prompt and sampled id of the path, as the engine saw them."""
-        return np.concatenate([NO_IDS, *(ids for n in node.path for ids in (n.context_ids, n.token_ids))])
+        """int32 `[T]`, every prompt and sampled id of the path, as the engine saw them."""
+        arrays = [NO_IDS]
+        for call in node.path:
+            arrays.append(call.context_ids)
+            arrays.append(call.token_ids)
+        return np.concatenate(arrays)
 
     def media(self, node: Node) -> tuple[Media, ...]:
         """The images of the path, in order."""
-        return tuple(each for n in node.path for each in n.media)
+        return tuple(each for call in node.path for each in call.media)
 
     def messages(self, node: Node) -> list[Message]:
-        """Those of the path, replies as they were first given: with reasoning that clients drop."""
-        return [message for n in node.path for message in n.messages]
+        """The messages of the path; replies as they were first given, with reasoning that clients drop."""
+        return [message for call in node.path for message in call.messages]
 
     def side(self, node: Node) -> bool:
-        """Whether it belongs to a side conversation. The main one is the first with tools, or else the first.
+        """Whether it belongs to a side conversation: one without tools, under another system prompt than the main one.
 
-        One that the agent leaves out of training (no call is trained, or its first one is excluded) is never the main.
+        The main conversation is the first with tools, or else the first. One that the agent leaves out of training
+        (no call is trained, or its first one is excluded) is never the main one.
         """
-        return self._aside(node.path[0].tools, node.path[0].said)
+        return _is_side(node.tools, node.system, self._main_conversation())
 
-    def _aside(self, tools: list, said: list[Meaning]) -> bool:
-        tops = [top for top in self.children[self.root] if top in self._trained_tops and not self._left_out(top)]
-        main = next((top for top in tops if top.tools), tops[0] if tops else None)
-        return main is not None and not tools and _system(said) != _system(main.said)
+    def _main_conversation(self) -> Node | None:
+        """The first call of the main conversation; None while there is none."""
+        first = None
+        for top in self.children[self.root]:
+            if top not in self._trained_tops or self._is_excluded(top):
+                continue
+            if top.tools:
+                return top
+            if first is None:
+                first = top
+        return first
 
-    def exclude(self, branch: Node | Callable[[Node], bool]) -> None:
-        """Train neither the node (or every node of which the function is true, now or later) nor what follows it."""
-        self._excluded.append((lambda node: node is branch) if isinstance(branch, Node) else branch)
+    def _is_excluded(self, node: Node) -> bool:
+        return node in self._excluded_nodes or any(excludes(node) for excludes in self._exclusions)
+
+    # Samples ----------------------------------------------------------------------------------------------------------
 
     def leaves(self) -> list[Node]:
-        """The last call of each sample, in their order."""
-        return [leaf for leaf, _ in self._segments()]
+        """The last call of each sample, in the order of the samples."""
+        return [segment.leaf for segment in self._segments()]
 
     def samples(self) -> list[Sample]:
         """One per segment, in the order in which their last calls were made."""
-        return [self._sample(leaf, owned) for leaf, owned in self._segments()]
+        return [self._sample(segment) for segment in self._segments()]
 
-    def _sample(self, leaf: Node, owned: set[Node]) -> Sample:
-        token_ids, end = self.ids(leaf), 0
+    def _sample(self, segment: Segment) -> Sample:
+        token_ids = self.ids(segment.leaf)
         versions = np.full(len(token_ids), NOT_GENERATED, np.int32)
         logprobs = np.zeros(len(token_ids), np.float32)
-        for node in leaf.path:
+        end = 0
+        for node in segment.leaf.path:
             start = end + len(node.context_ids)
             end = start + len(node.token_ids)
-            if node in owned:
-                versions[start:end], logprobs[start:end] = node.versions, node.logprobs
-        return Sample(token_ids, versions, logprobs, self.media(leaf))
+            if node in segment.trained:
+                versions[start:end] = node.versions
+                logprobs[start:end] = node.logprobs
+        return Sample(token_ids=token_ids, versions=versions, logprobs=logprobs, media=self.media(segment.leaf))
 
-    def _segments(self) -> list[tuple[Node, set[Node]]]:
-        """Trained nodes that no trained node follows, each with the nodes that it is the first to hold."""
-        trained = {node: None for node in self.nodes if self._trained(node)}
-        followed = {above for node in trained for above in node.path[:-1]}
-        segments, rest = [], set(trained)
+    def _segments(self) -> list[Segment]:
+        """One per trained node that no trained node follows. A node is trained in the first segment that holds it."""
+        trained = self._trained_nodes()
+        remaining = set(trained)
+        followed = self._ancestors(remaining)
+        segments = []
         for leaf in trained:
-            if leaf not in followed:
-                segments.append((leaf, rest & set(leaf.path)))
-                rest -= segments[-1][1]
+            if leaf in followed:
+                continue
+            in_this_segment = remaining & set(leaf.path)
+            remaining -= in_this_segment
+            segments.append(Segment(leaf=leaf, trained=in_this_segment))
         return segments
 
-    def _trained(self, node: Node) -> bool:
-        if not node.train or not len(node.token_ids) or (self.side(node) and not self.train_side):
-            return False
-        return not any(map(self._left_out, node.path))
+    def _trained_nodes(self) -> list[Node]:
+        main = self._main_conversation()
+        left_out: set[Node] = set()
+        trained = []
+        for node in self.nodes:
+            if node.parent in left_out or self._is_excluded(node):
+                left_out.add(node)
+                continue
+            if not node.train or len(node.token_ids) == 0:
+                continue
+            if _is_side(node.tools, node.system, main) and not self.train_side:
+                continue
+            trained.append(node)
+        return trained
 
-    def _left_out(self, node: Node) -> bool:
-        return any(excluded(node) for excluded in self._excluded)
+    def _ancestors(self, nodes: set[Node]) -> set[Node]:
+        ancestors: set[Node] = set()
+        for node in reversed(self.nodes):
+            is_on_a_path = node in nodes or node in ancestors
+            if is_on_a_path and node.parent is not None:
+                ancestors.add(node.parent)
+        return ancestors
+
+    # Text -------------------------------------------------------------------------------------------------------------
 
     def show(self, decode: Callable[[list[int]], str]) -> str:
-        """The tree as text: a head line per call, then what was given (-) and what was sampled (+)."""
-        holder = {node: i for i, (_, owned) in enumerate(self._segments()) for node in owned}
-        lines, todo = [], [(top, 0) for top in self.children[self.root][::-1]]
-        while todo:
-            node, depth = todo.pop()
-            after = f"after #{node.parent.index}" if node.parent is not self.root else "at the root"
-            versions = ", ".join(map(str, np.unique(node.versions))) or "none"
-            use = f"trained in sample {holder[node]}" if node in holder else "not trained"
-            use = f"{len(node.media)} image{'s' * (len(node.media) > 1)}, {use}" if node.media else use
-            why = f" ({node.reason}{', side' * (self.side(node) and node.reason != 'side')})" * bool(node.reason)
-            lines += [
-                f"{'  ' * depth}#{node.index} {after}{why}: versions {versions}, {use}",
-                f"{'  ' * depth}  - {len(node.context_ids):>6,} {_excerpt(decode(node.context_ids.tolist()))}",
-                f"{'  ' * depth}  + {len(node.token_ids):>6,} {_excerpt(decode(node.token_ids.tolist()))}",
-            ]
-            # A conversation that only goes on stays at the margin.
+        """The tree as text: a head line per call, then the ids it was given (-) and those it sampled (+)."""
+        sample_of: dict[Node, int] = {}
+        for number, segment in enumerate(self._segments()):
+            for node in segment.trained:
+                sample_of[node] = number
+
+        lines = []
+        pending = [(top, 0) for top in reversed(self.children[self.root])]
+        while pending:
+            node, depth = pending.pop()
+            indent = "  " * depth
+            given = _excerpt(decode(node.context_ids.tolist()))
+            sampled = _excerpt(decode(node.token_ids.tolist()))
+            lines.append(f"{indent}{self._head(node, sample_of.get(node))}")
+            lines.append(f"{indent}  - {len(node.context_ids):>6,} {given}")
+            lines.append(f"{indent}  + {len(node.token_ids):>6,} {sampled}")
+
             children = self.children[node]
-            todo += [(child, depth + (len(children) > 1)) for child in children[::-1]]
+            if len(children) > 1:  # a conversation without branches stays at the margin
+                depth += 1
+            pending += [(child, depth) for child in reversed(children)]
         return "\n".join(lines)
 
+    def _head(self, node: Node, sample: int | None) -> str:
+        place = "at the root"
+        if node.parent is not None and not node.parent.is_root:
+            place = f"after #{node.parent.index}"
 
-def _within(message: Meaning, other: Meaning) -> bool:
-    return bool(message.text) and message.text in other.text
+        reason = ""
+        if node.reason and node.reason != BranchReason.SIDE and self.side(node):
+            reason = f" ({node.reason}, side)"
+        elif node.reason:
+            reason = f" ({node.reason})"
+
+        versions = ", ".join(str(version) for version in np.unique(node.versions)) or "none"
+        images = ""
+        if len(node.media) == 1:
+            images = "1 image, "
+        elif node.media:
+            images = f"{len(node.media)} images, "
+        use = "not trained"
+        if sample is not None:
+            use = f"trained in sample {sample}"
+        return f"#{node.index} {place}{reason}: versions {versions}, {images}{use}"
 
 
-def _quotes(text: str, node: Node) -> bool:
-    lines = map(_one_spaced, str(node.messages[-1].get("content") or "").splitlines())
-    return any(len(line) >= QUOTE_LENGTH and line in text for line in lines)
+def _shared_messages(messages: list[NormalizedMessage], call: Node) -> int:
+    """How many of the call's messages the request repeats at their place before one differs or is missing."""
+    shared = 0
+    for echo, original in zip(messages[call.begin : call.end], call.normalized, strict=False):
+        if not echo.echoes(original):
+            break
+        shared += 1
+    return shared
 
 
-def _excerpt(text: str, ends: int = 60) -> str:
-    return repr(text if len(text) <= 2 * ends else f"{text[:ends]} … {text[-ends:]}")
+def _is_side(tools: list[dict[str, Any]], system: list[list[Any]], main: Node | None) -> bool:
+    """Whether a conversation with these tools and system messages is a side conversation beside `main`."""
+    return main is not None and not tools and system != main.system
+
+
+def _deepest_prefix(match: Match, prompt_ids: np.ndarray) -> tuple[Node, int]:
+    """The deepest node of the matched path whose ids begin the prompt, and how many ids that are."""
+    shared = min(len(match.ids), len(prompt_ids))
+    differs = np.flatnonzero(match.ids[:shared] != prompt_ids[:shared])
+    if len(differs):
+        shared = int(differs[0])
+
+    node = match.node
+    length = len(match.ids)
+    while length > shared and node.parent is not None:
+        length -= node.length
+        node = node.parent
+    return node, length
+
+
+def _excerpt(text: str) -> str:
+    if len(text) > 2 * EXCERPT:
+        text = f"{text[:EXCERPT]} … {text[-EXCERPT:]}"
+    return repr(text)
