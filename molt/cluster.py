@@ -30,7 +30,7 @@ from molt.roles import assign_ranks
 from molt.rollout.agent_host import longest_s
 from molt.rollout.engine_group import EngineGroup
 from molt.rollout.engine_worker import RolloutEngineWorker
-from molt.rollout.handles import DEAD, EngineHandle
+from molt.rollout.handles import DEAD, EngineHandle, RunnerHandle
 from molt.rollout.runner_pool import GRACE_S, RunnerPool
 from molt.rollout.runner_worker import RunnerWorker
 from molt.spec import ProcessSpec
@@ -226,7 +226,7 @@ def _runner_pool(spec: ProcessSpec, gpus: int, engines: list[EngineHandle], on_e
 
     actor: Any = RunnerWorker
 
-    def spawn(name: str) -> ActorHandle:
+    def spawn(name: str) -> RunnerHandle:
         return actor.options(**SPREAD).remote(settings, engines, name)
 
     return RunnerPool(
