@@ -49,9 +49,19 @@ async def resume(run: Run) -> None:
             print(f"no checkpoint in {run.checkpoints.folder}: starting from the beginning")
         else:
             buffered = len(run.producer.finished_groups())
-            print(f"resumed from {checkpoint}: {buffered} finished groups are in the buffer")
+            again = _trained_again(run.log.abandoned_steps)
+            print(f"resumed from {checkpoint}: {buffered} finished groups are in the buffer{again}")
     if run.step >= run.total_batches or run.producer.done:
         print(f"step {run.step}: nothing is left to train. Raise --train.num_episodes or --train.max_steps to go on.")
+
+
+def _trained_again(steps: list[int]) -> str:
+    """What a resume says of the steps after its checkpoint, which it abandons."""
+    if not steps:
+        return ""
+    if len(steps) == 1:
+        return f"; step {steps[0]} is trained again"
+    return f"; steps {steps[0]} to {steps[-1]} are trained again"
 
 
 async def recover(run: Run) -> None:

@@ -101,7 +101,9 @@ def test_a_run_that_is_killed_five_times_ends_with_the_same_bits(ray_session, mo
     assert kept == {best_of(whole)["step"], 16}
 
 
-def test_killed_with_groups_in_the_buffer_and_in_flight_every_prompt_is_trained_once(ray_session, model_dir, tmp_path):
+def test_killed_with_groups_in_the_buffer_and_in_flight_every_prompt_is_trained_once(
+    ray_session, model_dir, tmp_path, capsys
+):
     output, prompts = tmp_path / "out", write_prompts(tmp_path / "p.jsonl", 48)
     arguments = flags(model_dir, output, prompts, "--train.async_queue_size", "2", "--ckpt.save_steps", "2")
     run_killed(arguments, output, "trained", 8)  # in the middle of a step; 6 is saved, or was being written
@@ -109,6 +111,9 @@ def test_killed_with_groups_in_the_buffer_and_in_flight_every_prompt_is_trained_
     run(settings(model_dir, output, prompts, "--train.async_queue_size", "2", "--ckpt.load_enable"))
     resumed_from = events(output, "resumed")[1]["step"]
     assert resumed_from in (4, 6) and buffered[resumed_from] > 0
+    line = f"{buffered[resumed_from]} finished groups are in the buffer; step"
+    again = {4: f"{line}s 5 to 7 are trained again", 6: f"{line} 7 is trained again"}
+    assert again[resumed_from] in capsys.readouterr().out
     assert_one_lineage(output, 12, [f"0:{i}" for i in range(48)])
     # The steps up to 7 were published: what is resumed goes out as version 8, and no token counts as older for that.
     published = [event["version"] for event in events(output, "publication")]

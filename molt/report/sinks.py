@@ -72,6 +72,8 @@ class RunLog(ExitStack):
         self.total_steps = total_steps
         self.lost_points = 0
         """Steps that TensorBoard did not take."""
+        self.abandoned_steps: list[int] = []
+        """Steps after the checkpoint of the last resume: they moved aside and are trained again."""
         self._console = run_console()
         self._console.print(header, markup=False, highlight=False)
 
@@ -109,8 +111,8 @@ class RunLog(ExitStack):
         self._metrics = self._open_metrics()
 
     def _move_later_steps(self, step: int) -> None:
-        moved = _abandon(self.run_dir, step)
-        self.event("resumed", step=step, abandoned_steps=moved)
+        self.abandoned_steps = _abandon(self.run_dir, step)
+        self.event("resumed", step=step, abandoned_steps=self.abandoned_steps)
 
     def evaluated(self, step: int) -> bool:
         """Whether the metrics of `step` have an evaluation."""
