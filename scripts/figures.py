@@ -203,7 +203,8 @@ def shortened(html: str, report: Path, theme: Theme) -> str:
         "const rollouts = [...document.querySelectorAll('.rollout')];"
         "rollouts.slice(1, -1).forEach(rollout => rollout.remove());"
         "const titles = [...document.querySelectorAll('h2')];"
-        "for (const title of titles.filter(title => /^(Events|Configuration)/.test(title.textContent))) {"
+        "const left_out = /^(All other metrics|Events|Configuration)/;"
+        "for (const title of titles.filter(title => left_out.test(title.textContent))) {"
         "  title.nextElementSibling.remove(); title.remove(); }"
     )
     return html.replace("</html>", f"<style>{style}</style><script>{script}</script></html>")
