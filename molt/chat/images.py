@@ -1,8 +1,8 @@
 """Images of a chat: from the URL in a message to the tokens that stand for it.
 
 A template writes one placeholder for each image; the model's own processor says which tokens belong in its place. They
-are put there before the engine is asked, so that limits and usage count them; the engine does the same for itself,
-and what it made must be what is recorded (`engine_worker.generate`).
+are put there before the engine is called, so that limits and usage count them; the engine does the same for itself,
+and its result must equal the record (`engine_worker.generate`).
 
 Not here: other media; models whose template writes another token for an image than their processor expands.
 """
@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 """Of an animation the first picture is shown."""
-MAX_IMAGES, MAX_PIXELS = 16, 50_000_000
-"""That one request may bring; the earlier ones of its conversation are not read again."""
+MAX_IMAGES = 16
+"""Images that one request may bring; the earlier ones of its conversation are not read again."""
+MAX_PIXELS = 50_000_000
+"""Pixels that one request may bring."""
 
 
 def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> "Image.Image":
@@ -41,21 +43,6 @@ def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> "Image.Image":
         raise ValueError(str(error)) from error
 
 
-def read_images(messages: Sequence[Message]) -> list["File"]:
-    """All images in the messages, in order. Raises ChatError."""
-    parts = [part for m in messages if isinstance(m["content"], list) for part in m["content"]]
-    urls = [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
-    turns = 1 + sum(message["role"] == "assistant" for message in messages)  # what was rendered before may come again
-    if len(urls) > MAX_IMAGES * turns:
-        why = f"{len(urls)} images at once: at most {MAX_IMAGES} are read. Send fewer in one request."
-        raise ChatError(400, "invalid_request", why)
-    files, left = [], MAX_PIXELS * turns
-    for url in urls:
-        files.append(_read(url, min(left, MAX_PIXELS)))
-        left -= files[-1].image.width * files[-1].image.height
-    return files
-
-
 class File(NamedTuple):
     """An image as it came, and as the model is shown it."""
 
@@ -63,16 +50,45 @@ class File(NamedTuple):
     image: "Image.Image"
 
 
+def read_images(messages: Sequence[Message]) -> list[File]:
+    """All images in the messages, in order. Raises ChatError."""
+    urls = _image_urls(messages)
+    answers = [message for message in messages if message["role"] == "assistant"]
+    turns = len(answers) + 1  # images of earlier turns may come again when the whole conversation is rendered
+    if len(urls) > MAX_IMAGES * turns:
+        raise _refused(f"{len(urls)} images at once: at most {MAX_IMAGES} are read. Send fewer in one request.")
+
+    files = []
+    pixels_left = MAX_PIXELS * turns
+    for url in urls:
+        file = _read(url, min(pixels_left, MAX_PIXELS))
+        pixels_left -= file.image.width * file.image.height
+        files.append(file)
+    return files
+
+
+def _image_urls(messages: Sequence[Message]) -> list[str]:
+    urls = []
+    for message in messages:
+        if not isinstance(message["content"], list):
+            continue
+        for part in message["content"]:
+            if part["type"] == "image_url":
+                urls.append(part["image_url"]["url"])
+    return urls
+
+
 def _read(url: str, max_pixels: int) -> File:
     if not url.startswith("data:"):
-        why = f"the image {url[:80]!r} would have to be fetched: not allowed here. Send it as a `data:` URL."
-        raise ChatError(400, "invalid_request", why)
+        raise _refused(f"the image {url[:80]!r} would have to be fetched: not allowed here. Send it as a `data:` URL.")
+    encoded = url.partition("base64,")[2]
     try:
-        data = base64.b64decode(url.partition("base64,")[2], validate=True)
-        return File(data, open_image(data, max_pixels))
+        data = base64.b64decode(encoded, validate=True)
+        return File(data=data, image=open_image(data, max_pixels))
     except ValueError as error:
-        why = f"the image {url[:40]!r} cannot be read ({error}). Send {', '.join(FORMATS)} as a base64 `data:` URL."
-        raise ChatError(400, "invalid_request", why) from error
+        raise _refused(
+            f"the image {url[:40]!r} cannot be read ({error}). Send {', '.join(FORMATS)} as a base64 `data:` URL."
+        ) from error
 
 
 class ImageReader:
@@ -91,29 +107,45 @@ class ImageReader:
         From `start` on placeholders stand for `files`; up to there the images `before` are in place. Raises ChatError.
         """
         ids = list(ids)
-        places = [i for i in range(start, len(ids)) if ids[i] == self.token_id]
+        places = [index for index in range(start, len(ids)) if ids[index] == self.token_id]
         if len(places) != len(files):
-            why = f"the model's chat template shows {len(places)} of these {len(files)} images. Send them as a user."
-            raise ChatError(400, "invalid_request", why)
-        inside = sum(ids[each.start : each.start + each.length].count(self.token_id) for each in before)
-        if (files or before) and ids[:start].count(self.token_id) != inside:
-            why = "the model has sampled the token of an image itself, which cannot be told from one: start anew."
-            raise ChatError(400, "invalid_request", why)
-        longer, media, end = ids[:start], [*before], start
+            raise _refused(
+                f"the model's chat template shows {len(places)} of these {len(files)} images. Send them as a user."
+            )
+        if files or before:
+            self._require_no_sampled_placeholder(ids[:start], before)
+
+        placed = ids[:start]
+        media = list(before)
+        copied = start
         for place, file in zip(places, files, strict=True):
-            longer += ids[end:place]
+            placed += ids[copied:place]
             tokens = self._tokens(file.image)
-            media.append(Media(len(longer), len(tokens), self.token_id, file.data))
-            longer += tokens
-            end = place + 1
-        return longer + ids[end:], tuple(media)
+            media.append(Media(start=len(placed), length=len(tokens), token_id=self.token_id, data=file.data))
+            placed += tokens
+            copied = place + 1
+        placed += ids[copied:]
+        return placed, tuple(media)
+
+    def _require_no_sampled_placeholder(self, ids: list[int], media: Sequence[Media]) -> None:
+        """Raise ChatError if a placeholder stands outside the images."""
+        inside = 0
+        for image in media:
+            inside += ids[image.start : image.start + image.length].count(self.token_id)
+        if ids.count(self.token_id) != inside:
+            raise _refused(
+                "the model has sampled the token of an image itself, which cannot be told from an image: the "
+                "conversation cannot go on. Start a new one."
+            )
 
     def _tokens(self, image: "Image.Image") -> list[int]:
         try:
             read = self.processor(text=[self.processor.image_token], images=[image], add_special_tokens=False)
-        except ValueError as error:  # it does not take every shape
-            why = f"an image of {image.width} x {image.height} pixels is refused by the model's processor ({error})."
-            raise ChatError(400, "invalid_request", f"{why} Send another size.") from error
+        except ValueError as error:  # a processor does not take every shape
+            raise _refused(
+                f"an image of {image.width} x {image.height} pixels is refused by the model's processor ({error}). "
+                "Send another size."
+            ) from error
         return list(read["input_ids"][0])
 
 
@@ -121,19 +153,25 @@ def load_image_reader(model_name_or_path: str) -> ImageReader | None:
     """Of a model that takes images; None of any other. Raises ConfigError."""
     from transformers import AutoProcessor, PreTrainedConfig
 
-    local = {"local_files_only": only_local(model_name_or_path)}
+    local = only_local(model_name_or_path)
     try:
-        config, _ = PreTrainedConfig.get_config_dict(model_name_or_path, **local)
+        config, _ = PreTrainedConfig.get_config_dict(model_name_or_path, local_files_only=local)
     except OSError:  # a tokenizer alone
         return None
     if "vision_config" not in config:
         return None
     try:
-        processor = AutoProcessor.from_pretrained(model_name_or_path, trust_remote_code=False, **local)
+        processor = AutoProcessor.from_pretrained(model_name_or_path, trust_remote_code=False, local_files_only=local)
     except (ImportError, OSError, ValueError) as error:
         raise ConfigError(
             f"`actor.model_name_or_path` (={model_name_or_path}): the model takes images, but its processor cannot be "
-            f"loaded ({str(error).strip().splitlines()[0]}), so no image could be shown. Install what it asks for, or "
+            f"loaded ({str(error).strip().splitlines()[0]}), so no image could be shown. Install what it names, or "
             "complete the directory (preprocessor_config.json)."
         ) from error
-    return ImageReader(processor) if getattr(processor, "image_token_id", None) is not None else None
+    if getattr(processor, "image_token_id", None) is None:
+        return None
+    return ImageReader(processor)
+
+
+def _refused(why: str) -> ChatError:
+    return ChatError(400, "invalid_request", why)

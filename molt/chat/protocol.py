@@ -1,4 +1,4 @@
-"""What a chat call is, whatever wire it came over: the neutral records between wires, session and tree.
+"""What a chat call is, whatever protocol it came over: the neutral records between wires, session and tree.
 
 Messages are dicts in the shape of OpenAI chat completions, normalised by the wires:
 
@@ -12,18 +12,25 @@ a tool message may have the `name` of the tool. A part is `{"type": "text", "tex
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 Message = dict[str, Any]
+
+Tools = list[dict[str, Any]] | None
+"""OpenAI function schemas; None when no tools are offered."""
+
+Retention = Literal["all", "tool_cycle", "template"]
+"""How long earlier reasoning stays in the context."""
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call as the model made it; `arguments` is the JSON text it sampled."""
+    """A call as the model made it."""
 
     id: str
     name: str
     arguments: str
+    """The JSON text that the model sampled."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +38,7 @@ class ChatRequest:
     """One call of a client."""
 
     messages: list[Message]
-    tools: list[dict[str, Any]] | None = None
-    """OpenAI function schemas; None when there are none."""
+    tools: Tools = None
     max_tokens: int | None = None
     n: int = 1
     stop: tuple[str, ...] = ()
@@ -40,13 +46,13 @@ class ChatRequest:
     sampling: dict[str, Any] = field(default_factory=dict)
     """temperature, top_p, top_k of the client: honoured only where the call is not trained."""
     constrained: str | None = None
-    """What asks for constrained decoding (a response format, a forced tool), in the client's words."""
+    """What requires constrained decoding (a response format, a forced tool), in the client's words."""
     train: bool = True
     """False: the call opted out of training (header `x-molt-train: 0`)."""
     hints: dict[str, str] = field(default_factory=dict)
     """Headers that name sub-agents and sub-sessions (correctness never depends on them), and the SDKs' retry count."""
     size: int = 0
-    """Bytes that it came in: how much work it may be."""
+    """Bytes of the request's body: how much work it may be."""
 
 
 @dataclass(frozen=True)
@@ -65,17 +71,21 @@ class Answer:
 
 @dataclass(frozen=True)
 class ChatReply:
+    """All answers to a call."""
+
     id: str
     answers: tuple[Answer, ...]
     prompt_tokens: int
 
 
 class ChatError(Exception):
-    """Refused, in words that each wire puts into its own shape.
+    """A refusal, in words that each wire puts into its own shape.
 
     code: `context_length_exceeded`, `invalid_request`, `not_found`, `too_many_requests`, `engine`.
     """
 
     def __init__(self, status: int, code: str, message: str):
         super().__init__(status, code, message)
-        self.status, self.code, self.message = status, code, message
+        self.status = status
+        self.code = code
+        self.message = message

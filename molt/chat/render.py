@@ -7,6 +7,7 @@ message, the generation prompt) is what follows the generated ids.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,13 @@ from molt.hub import only_local
 from molt.types import Prompt
 
 # Plain words at both ends, so that a template that strips or splits content leaves them whole.
-ANSWER, OBSERVATION = "moltanswer7f3a", "moltobservation7f3a"
+ANSWER = "moltanswer7f3a"
+OBSERVATION = "moltobservation7f3a"
 
 
-def load_tokenizer(model_name_or_path: str, chat_template: str | None, *, flag: str = "actor.model_name_or_path"):
+def load_tokenizer(
+    model_name_or_path: str, chat_template: str | None, *, flag: str = "actor.model_name_or_path"
+) -> Any:
     """The model's tokenizer; `chat_template` (a file or a text) overrides its template.
 
     Never runs code that comes with a model. `flag` is the setting that holds the path. Raises ConfigError.
@@ -26,15 +30,15 @@ def load_tokenizer(model_name_or_path: str, chat_template: str | None, *, flag: 
     from transformers import AutoTokenizer
 
     path = Path(model_name_or_path).expanduser()
-    # "org/name" may be on the hub; anything else that is missing is a mistyped path, and needs no network.
-    if not path.exists() and (path.is_absolute() or len(path.parts) != 2 or path.parent.is_dir()):
-        near = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+    if _is_mistyped(path):
         raise ConfigError(
             f"`{flag}` (={model_name_or_path}): no such directory, so there is no tokenizer to load."
-            f"{did_you_mean(path.name, near)} Give a Hugging Face model directory or a hub name (org/name)."
+            f"{_did_you_mean_sibling(path)} Give a Hugging Face model directory or a hub name (org/name)."
         )
+    name = model_name_or_path
+    if path.exists():
+        name = str(path)
     try:
-        name = str(path) if path.exists() else model_name_or_path
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=only_local(name))
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
@@ -46,15 +50,27 @@ def load_tokenizer(model_name_or_path: str, chat_template: str | None, *, flag: 
     return tokenizer
 
 
+def _is_mistyped(path: Path) -> bool:
+    """Whether the path can name no model: it is missing, and has not the form of a hub name (org/name)."""
+    may_be_hub_name = not path.is_absolute() and len(path.parts) == 2 and not path.parent.is_dir()
+    return not path.exists() and not may_be_hub_name
+
+
+def _did_you_mean_sibling(path: Path) -> str:
+    """A hint at the nearest name in the path's directory; empty without one."""
+    if not path.parent.is_dir():
+        return ""
+    return did_you_mean(path.name, [sibling.name for sibling in path.parent.iterdir()])
+
+
 def _template_text(chat_template: str) -> str:
     if "{{" in chat_template or "{%" in chat_template:
         return chat_template
     path = Path(chat_template).expanduser()
     if not path.is_file():
-        near = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         raise ConfigError(
             f"`data.chat_template` (={chat_template}): it is neither a file nor Jinja text, so messages cannot be "
-            f"rendered.{did_you_mean(path.name, near)} Give the path of a template, or the template itself."
+            f"rendered.{_did_you_mean_sibling(path)} Give the path of a template, or the template itself."
         )
     return path.read_text(encoding="utf-8")
 
@@ -71,12 +87,16 @@ def end_ids(model_name_or_path: str) -> list[int]:
 
     try:
         ends = GenerationConfig.from_pretrained(model_name_or_path).eos_token_id
-    except OSError:  # a model without one
-        ends = None
-    return ends if isinstance(ends, list) else [] if ends is None else [ends]
+    except OSError:  # a model without a generation config
+        return []
+    if ends is None:
+        return []
+    if isinstance(ends, list):
+        return ends
+    return [ends]
 
 
-def require_template(tokenizer) -> None:
+def require_template(tokenizer: Any) -> None:
     """Raise DataError if the tokenizer has no chat template."""
     if not tokenizer.chat_template:
         raise DataError(
@@ -85,16 +105,37 @@ def require_template(tokenizer) -> None:
         )
 
 
-def render_text(tokenizer, messages: list[dict[str, Any]], *, tools=None, add_generation_prompt: bool = False) -> str:
+def render_text(
+    tokenizer: Any,
+    messages: list[dict[str, Any]],
+    *,
+    tools: list[dict[str, Any]] | None = None,
+    add_generation_prompt: bool = False,
+) -> str:
     """The template's text. Raises UnusableRow if the template rejects the messages."""
     from jinja2 import TemplateError
 
     try:
         return tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
+            messages,
+            tools=tools,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
         )
     except (TemplateError, TypeError) as error:  # TypeError: the template joins a text to a field that is none
         raise UnusableRow(f"rejected by the chat template: {error}") from error
+
+
+@dataclass(frozen=True)
+class ObservationMarkup:
+    """The template's text around an observation that follows an answer."""
+
+    before: str
+    """The closing of the answer's turn, and the opener of the user's."""
+    after: str
+    """The closing of the user's turn, and the generation prompt."""
+    special_tokens: list[str]
+    """Spellings that must not become tokens in an observation."""
 
 
 class Renderer:
@@ -105,30 +146,32 @@ class Renderer:
     alone is tokenised apart, with `split_special_tokens`, so that it stays text and cannot open a turn.
     """
 
-    def __init__(self, tokenizer, *, apply_chat_template: bool, eos_ids: Iterable[int] = ()):
+    def __init__(self, tokenizer: Any, *, apply_chat_template: bool, eos_ids: Iterable[int] = ()):
         """`eos_ids`: further end tokens, as from the model's generation config.
 
-        Raises DataError if chat is asked for and the template cannot be continued by appending.
+        Raises DataError with `apply_chat_template` if the template cannot be continued by appending.
         """
         self.tokenizer = tokenizer
-        ends = {*eos_ids} if tokenizer.eos_token_id is None else {tokenizer.eos_token_id, *eos_ids}
+        ends = set(eos_ids)
+        if tokenizer.eos_token_id is not None:
+            ends.add(tokenizer.eos_token_id)
         self.eos_ids: list[int] = sorted(ends)
-        self._chat = apply_chat_template
+        self._markup: ObservationMarkup | None = None
+        """None: prompts and observations are plain text."""
         if apply_chat_template:
             require_template(tokenizer)
-            self._markup = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
-            self._before, self._after = self._probe()
+            self._markup = self._probe()
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
         """Chat: the rendering with the generation prompt. Plain: what the tokenizer makes of the text.
 
         Raises UnusableRow if the template rejects the messages.
         """
-        if not self._chat:
+        if self._markup is None:
             return self.tokenizer(prompt.text).input_ids
-        return self._encode(
-            render_text(self.tokenizer, prompt.messages, tools=prompt.tools, add_generation_prompt=True)
-        )
+        assert prompt.messages is not None, "a renderer of chats was given a plain-text prompt"
+        text = render_text(self.tokenizer, prompt.messages, tools=prompt.tools, add_generation_prompt=True)
+        return self._encode(text)
 
     def continuation_ids(self, generated_ids: list[int], observation: str) -> list[int]:
         """The ids to append to the model's exact turn so that the next user message is `observation`.
@@ -136,48 +179,63 @@ class Renderer:
         They begin with the tokens that close the turn, as far as the model did not generate them (it did
         not if it was cut by length). Plain: the observation as it is.
         """
-        if not self._chat:
+        if self._markup is None:
             return self._encode(observation)
-        text = self._suffix(observation)
-        if any(token in observation for token in self._markup):
-            body = text.removeprefix(self._before).removesuffix(self._after)
-            ids = self._encode(self._before) + self._encode(body, split=True) + self._encode(self._after)
-        else:
-            ids = self._encode(text)
-        last = list(generated_ids[-1:])
-        return ids[1:] if last == ids[:1] and last[0] in self.eos_ids else ids
+        ids = self._observation_ids(observation, self._markup)
+        closes_the_turn = bool(ids) and ids[0] in self.eos_ids
+        if closes_the_turn and list(generated_ids[-1:]) == ids[:1]:  # and so did the model
+            return ids[1:]
+        return ids
 
     def decode(self, ids: list[int]) -> str:
         """The text of ids, without special tokens."""
         return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    def _encode(self, text: str, split: bool = False) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False, split_special_tokens=split).input_ids
+    def _observation_ids(self, observation: str, markup: ObservationMarkup) -> list[int]:
+        text = _after_answer(self._stand_in("hi", ANSWER, observation))
+        if not any(token in observation for token in markup.special_tokens):
+            return self._encode(text)
+        body = text.removeprefix(markup.before).removesuffix(markup.after)
+        return self._encode(markup.before) + self._encode_as_text(body) + self._encode(markup.after)
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False).input_ids
+
+    def _encode_as_text(self, text: str) -> list[int]:
+        """Spellings of special tokens are tokenised like any other text."""
+        return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
 
     def _stand_in(self, *contents: str) -> str:
+        """The rendering of a user's message, an answer, a user's message: as many as there are contents."""
         roles = ("user", "assistant", "user")
         messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
-        return render_text(self.tokenizer, messages, add_generation_prompt=len(contents) == 3)
+        model_is_next = len(contents) == len(roles)
+        return render_text(self.tokenizer, messages, add_generation_prompt=model_is_next)
 
-    def _suffix(self, observation: str) -> str:
-        return self._stand_in("hi", ANSWER, observation).partition(ANSWER)[2]
-
-    def _probe(self) -> tuple[str, str]:
+    def _probe(self) -> ObservationMarkup:
         """What surrounds an observation. Only the text *after* the answer must be stable: Qwen3 puts an empty
         think block before the last answer, which changes nothing in what follows it."""
         try:
-            closed, text = self._stand_in("hi", ANSWER), self._stand_in("hi", ANSWER, OBSERVATION)
+            closed = self._stand_in("hi", ANSWER)
+            continued = self._stand_in("hi", ANSWER, OBSERVATION)
         except UnusableRow as error:
             raise self._unfit(f"it does not render user, assistant, user ({error})") from error
-        if closed.count(ANSWER) != 1 or text.count(ANSWER) != 1:
+
+        if closed.count(ANSWER) != 1 or continued.count(ANSWER) != 1:
             raise self._unfit("it has no assistant turn that holds the answer as it is, once")
-        suffix = text.partition(ANSWER)[2]
-        if not suffix.startswith(closed.partition(ANSWER)[2]):
+        suffix = _after_answer(continued)
+        if not suffix.startswith(_after_answer(closed)):
             raise self._unfit("it closes an assistant turn in another way once a message follows")
         if suffix.count(OBSERVATION) != 1:
             raise self._unfit("it does not hold a user message as it is, once, after the assistant's")
+
         before, _, after = suffix.partition(OBSERVATION)
-        return before, after
+        added_tokens = self.tokenizer.added_tokens_decoder.values()
+        return ObservationMarkup(
+            before=before,
+            after=after,
+            special_tokens=[token.content for token in added_tokens if token.special],
+        )
 
     def _unfit(self, why: str) -> DataError:
         name = self.tokenizer.name_or_path or "the model"
@@ -185,3 +243,7 @@ class Renderer:
             f"`data.chat_template` (=the template of {name!r}): {why}, so an episode cannot be continued by appending "
             "to what was generated. Pass another template with `--data.chat_template`."
         )
+
+
+def _after_answer(text: str) -> str:
+    return text.partition(ANSWER)[2]

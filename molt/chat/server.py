@@ -16,39 +16,87 @@ import marshal
 import re
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
-from itertools import dropwhile
-from types import ModuleType
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import uvicorn
-from starlette.background import BackgroundTask
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from molt.chat.protocol import ChatError, ChatReply, ChatRequest
-from molt.chat.session import IDEMPOTENCY, LIGHT_BYTES, RETRY, Session, aside
-from molt.chat.wires import WIRES
-from molt.chat.wires.shared import Json, refuse
+from molt.chat.off_loop import LIGHT_BYTES, aside
+from molt.chat.protocol import ChatError, ChatRequest
+from molt.chat.reply_stream import ReplyStream
+from molt.chat.session import IDEMPOTENCY, RETRY, Session
+from molt.chat.wires import chat, messages, responses
+from molt.chat.wires.shared import Json, Wire, refuse
 from molt.rare_gc import collect_rarely
 
+WIRES: dict[str, Wire] = {
+    "/chat/completions": chat,
+    "/responses": responses,
+    "/messages": messages,
+}
+COUNT_TOKENS = "/messages/count_tokens"
 HINTS = (RETRY, IDEMPOTENCY, "x-claude-code-agent-id", "x-session-id", "x-parent-session-id")
 KEEP_ALIVE_S = 75
 """Longer than clients keep a connection (httpx: 5 s): else both ends may close it just as a request is sent."""
+STABLE_FORMAT = 2
+"""The version of `marshal` that writes equal data equally."""
+CLIENT_LEFT = 499
+"""The status that nobody receives."""
 MODEL = {
-    "id": "policy", "object": "model", "type": "model", "created": 0, "owned_by": "molt", "display_name": "policy",
-    "created_at": "1970-01-01T00:00:00Z", "lifecycle": "active",
-}  # fmt: skip
+    "id": "policy",
+    "object": "model",
+    "type": "model",
+    "created": 0,
+    "owned_by": "molt",
+    "display_name": "policy",
+    "created_at": "1970-01-01T00:00:00Z",
+    "lifecycle": "active",
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A chat call that arrived."""
+
+    body: Json
+    request: ChatRequest
+    key: str
+    """Equal for what could be retries, streamed or not."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a URL's path names."""
+
+    session: str
+    """`s/{id}`, `judge/{id}`, or whatever stands there."""
+    path: str
+    """The rest, without `/v1`."""
+
+
+class QuietServer(uvicorn.Server):
+    """Leaves signals to the process: they are not for a server inside it."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
 
 
 class ChatServer:
     """`async with ChatServer() as server`, then `server.open(session)` for the base URL of a session."""
 
+    port: int
+    """Known once it serves."""
+
     def __init__(self, *, max_body: int = 32 << 20, body_s: float = 60.0, ping_s: float = 10.0):
         """max_body: bytes; body_s: how long a client may take to send one; ping_s: between comments of a stream."""
-        self.max_body, self.body_s, self.ping_s = max_body, body_s, ping_s
+        self.max_body = max_body
+        self.body_s = body_s
+        self.ping_s = ping_s
         self._sessions: dict[str, Session] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -57,14 +105,19 @@ class ChatServer:
         await response(scope, receive, send)
 
     async def __aenter__(self) -> "ChatServer":
-        # Named as TCP, or asyncio leaves Nagle's algorithm on: 40 ms per reply.
-        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        listener.bind(("127.0.0.1", 0))
-        self.port: int = listener.getsockname()[1]
-        quiet = {"lifespan": "off", "ws": "none", "proxy_headers": False, "log_level": "warning", "access_log": False}
-        config = uvicorn.Config(self, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=1, **quiet)
-        self._server = uvicorn.Server(config)
-        self._server.capture_signals = contextlib.nullcontext  # signals belong to the process, not to a server in it
+        listener = _listen()
+        self.port = listener.getsockname()[1]
+        config = uvicorn.Config(
+            self,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=1,
+            lifespan="off",
+            ws="none",
+            proxy_headers=False,
+            log_level="warning",
+            access_log=False,
+        )
+        self._server = QuietServer(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         while not self._server.started:
             if self._serving.done():
@@ -74,80 +127,83 @@ class ChatServer:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._server.should_exit = self._server.force_exit = True
+        self._server.should_exit = True
+        self._server.force_exit = True
         await self._serving
 
     def open(self, session: Session) -> str:
         """The base URL under which `session` can be reached from now on."""
-        path = f"{'s' if session.record else 'judge'}/{secrets.token_urlsafe(24)}"
+        kind = "judge"
+        if session.record:
+            kind = "s"
+        path = f"{kind}/{secrets.token_urlsafe(24)}"
         self._sessions[path] = session
         return f"http://127.0.0.1:{self.port}/{path}"
 
     def close(self, url: str) -> None:
         """The session is over: what it still samples is stopped, its URL unknown."""
-        self._sessions.pop("/".join(url.rsplit("/", 2)[1:])).close()
+        path = "/".join(url.rsplit("/", 2)[1:])
+        session = self._sessions.pop(path)
+        session.close()
 
     async def _route(self, request: Request) -> Response:
-        parts = request.scope["path"].removeprefix("/").split("/")
-        at, path = "/".join(parts[:2]), "".join(f"/{part}" for part in dropwhile("v1".__eq__, parts[2:])).rstrip("/")
-        wire = WIRES.get(path, WIRES["/messages" if path.startswith("/messages") else "/chat/completions"])
+        target = _target(request.scope["path"])
+        wire = _wire_of(target.path)
         try:
-            if at == "health":
-                return _json({"status": "ok"})
-            if at not in self._sessions:
-                refuse(f"there is no session {at[:80]!r}, or it is over.", 404, "not_found")
-            if request.method == "POST" and (path in WIRES or path == "/messages/count_tokens"):
-                return await self._post(request, wire, self._sessions[at], counting=path not in WIRES)
-            return _get(request.method, path, self._sessions[at])
-        except ChatError as error:  # none of them would go better if repeated, and the SDKs believe that
+            return await self._respond(request, target, wire)
+        except ChatError as error:
+            # None of the refusals would go better if repeated, and the SDKs believe that.
             return _json(wire.error(error), error.status, {"x-should-retry": "false"})
 
-    async def _post(self, request: Request, wire: ModuleType, session: Session, counting: bool) -> Response:
-        raw, heads = await self._read(request), request.headers
-        hints = {name: heads[name] for name in HINTS if name in heads}
-        train = session.record and heads.get("x-molt-train") != "0"
-        body, asked, key = await aside(_parse, wire, raw, hints, train, light=len(raw) <= LIGHT_BYTES)
-        session.counters["ignored_tools"] += len(body.get("tools") or []) - len(asked.tools or [])
-        if counting:
-            return _json({"input_tokens": await session.count(asked)})
-        work, gone = session.ask(asked, key), asyncio.create_task(_disconnected(request))
+    async def _respond(self, request: Request, target: Target, wire: Wire) -> Response:
+        if target.session == "health":
+            return _json({"status": "ok"})
+        session = self._sessions.get(target.session)
+        if session is None:
+            refuse(f"there is no session {target.session[:80]!r}, or it is over.", 404, "not_found")
+        if request.method == "POST" and target.path in WIRES:
+            return await self._reply(request, wire, session)
+        if request.method == "POST" and target.path == COUNT_TOKENS:
+            return await self._count_tokens(request, wire, session)
+        return _get(request.method, target.path, session)
+
+    async def _count_tokens(self, request: Request, wire: Wire, session: Session) -> Response:
+        call = await self._receive_call(request, wire, session)
+        return _json({"input_tokens": await session.count(call.request)})
+
+    async def _reply(self, request: Request, wire: Wire, session: Session) -> Response:
+        call = await self._receive_call(request, wire, session)
+        work = session.ask(call.request, call.key)
         task = work.task
-        # A stream that is refused within the first seconds is refused with a status, like any other answer.
-        patience = self.ping_s if body.get("stream") else None
+        gone = asyncio.create_task(_disconnected(request))
+
+        is_streamed = bool(call.body.get("stream"))
+        patience = None
+        if is_streamed:  # a stream that is refused this soon is refused with a status, like any other reply
+            patience = self.ping_s
         await asyncio.wait({task, gone}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
-        if not gone.cancel() or task.cancelled():  # what is done cannot be cancelled
+
+        client_left = not gone.cancel()  # a task that is done cannot be cancelled
+        if client_left or task.cancelled():
             session.leave(work)
-            return Response(status_code=499)
-        if body.get("stream") and not (task.done() and task.exception()):
-            return self._stream(request, wire, body, task, lambda: session.leave(work))
-        return _json(wire.reply(task.result(), body))
+            return Response(status_code=CLIENT_LEFT)
+        is_refused = task.done() and task.exception() is not None
+        if is_streamed and not is_refused:
+            stream = ReplyStream(request, wire, call.body, session, work, ping_s=self.ping_s)
+            return stream.response()
+        return _json(wire.reply(task.result(), call.body))
 
-    def _stream(
-        self, request: Request, wire: ModuleType, body: Json, task: asyncio.Task[ChatReply], leave: Callable[[], None]
-    ) -> Response:
-        delivered = False
-
-        async def events() -> AsyncIterator[str]:
-            nonlocal delivered
-            while not (await asyncio.wait({task}, timeout=self.ping_s))[0]:
-                yield ": still sampling\n\n"
-            try:
-                if task.cancelled():
-                    raise ChatError(503, "engine", "the session is over.")
-                sent = list(wire.events(wire.reply(task.result(), body), body))
-            except ChatError as error:
-                sent = [("error", wire.error(error))]
-            for name, data in sent:
-                text = data if isinstance(data, str) else json.dumps(data)
-                yield f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n"
-            delivered = not await request.is_disconnected()  # uvicorn takes what is sent to nobody without a word
-
-        async def finish() -> None:  # runs also if the client left before the first event
-            if not delivered:
-                leave()
-
-        headers = {"cache-control": "no-cache"}
-        return StreamingResponse(events(), 200, headers, "text/event-stream", BackgroundTask(finish))
+    async def _receive_call(self, request: Request, wire: Wire, session: Session) -> Call:
+        raw = await self._read(request)
+        hints = {name: request.headers[name] for name in HINTS if name in request.headers}
+        train = session.record and request.headers.get("x-molt-train") != "0"
+        if len(raw) <= LIGHT_BYTES:
+            call = parse_call(wire, raw, hints, train)
+        else:
+            call = await aside(parse_call, wire, raw, hints, train)
+        ignored_tools = len(call.body.get("tools") or []) - len(call.request.tools or [])
+        session.counters["ignored_tools"] += ignored_tools
+        return call
 
     async def _read(self, request: Request) -> bytes:
         raw = bytearray()
@@ -162,31 +218,76 @@ class ChatServer:
         return bytes(raw)
 
 
-def _parse(wire: ModuleType, raw: bytes, hints: dict[str, str], train: bool) -> tuple[Json, ChatRequest, str]:
-    """The body, what it asks for, and a key that is equal for what could be retries, streamed or not."""
+def parse_call(wire: Wire, raw: bytes, hints: dict[str, str], train: bool) -> Call:
+    """The call that a body holds. Raises ChatError."""
     try:
         body = json.loads(raw)
-        asked = wire.request(body)
-        # Of a version that writes equal data equally; quick, since no other thread runs meanwhile.
-        key = hashlib.blake2b(marshal.dumps((*vars(asked).values(), train, hints.get(IDEMPOTENCY)), 2)).hexdigest()
-        return body, replace(asked, train=train, hints=hints, size=len(raw)), key
+        requested = wire.request(body)
+        every_field = tuple(vars(requested).values())  # as the body alone determines them
+        identity = (every_field, train, hints.get(IDEMPOTENCY))
+        # Quick, since no other thread runs meanwhile.
+        key = hashlib.blake2b(marshal.dumps(identity, STABLE_FORMAT)).hexdigest()
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         refuse(f"the body is not of this protocol: {error!r}"[:500])
+    return Call(body=body, request=replace(requested, train=train, hints=hints, size=len(raw)), key=key)
+
+
+def _listen() -> socket.socket:
+    # Named as TCP, or asyncio leaves Nagle's algorithm on: 40 ms per reply.
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.bind(("127.0.0.1", 0))
+    return listener
+
+
+def _target(url_path: str) -> Target:
+    parts = url_path.removeprefix("/").split("/")
+    rest = parts[2:]
+    while rest and rest[0] == "v1":
+        rest = rest[1:]
+    path = "".join(f"/{part}" for part in rest)
+    return Target(session="/".join(parts[:2]), path=path.rstrip("/"))
+
+
+def _wire_of(path: str) -> Wire:
+    """The protocol of a path: for paths of none, the one that a refusal is most likely understood in."""
+    if path in WIRES:
+        return WIRES[path]
+    if path.startswith("/messages"):
+        return messages
+    return chat
 
 
 async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+    while True:
+        event = await request.receive()
+        if event["type"] == "http.disconnect":
+            return
 
 
 def _get(method: str, path: str, session: Session) -> Response:
     known = re.fullmatch(r"|/health|/models(?:/(.+))?", path)
     if method not in ("GET", "HEAD") or known is None:
         refuse(f"{method} {path[:80]!r} is not served here. Use one of the three protocols.", 404, "not_found")
-    model = {**MODEL, "id": known[1] or "policy", "max_input_tokens": session.max_len, "max_model_len": session.max_len}
-    ends = {"has_more": False, "first_id": "policy", "last_id": "policy"}
-    listed = {"object": "list", "data": [model], **ends} if path == "/models" else model
-    return _json(listed if path.startswith("/models") else {"status": "ok"})
+    if not path.startswith("/models"):
+        return _json({"status": "ok"})
+
+    model = {
+        **MODEL,
+        "id": known[1] or "policy",
+        "max_input_tokens": session.max_len,
+        "max_model_len": session.max_len,
+    }
+    if path != "/models":
+        return _json(model)
+    return _json(
+        {
+            "object": "list",
+            "data": [model],
+            "has_more": False,
+            "first_id": "policy",
+            "last_id": "policy",
+        }
+    )
 
 
 def _json(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -7,16 +7,16 @@ a reply is in the tree whole or, if the client went away before, not at all.
 
 import asyncio
 import secrets
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import KW_ONLY, dataclass, field, replace
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from molt.chat.chat_renderer import ChatRenderer, name_results
 from molt.chat.images import read_images
+from molt.chat.off_loop import LIGHT_BYTES, LIGHT_TEXT, LIGHT_TOKENS, aside
 from molt.chat.protocol import Answer, ChatError, ChatReply, ChatRequest, Message
+from molt.chat.reading import ReadTurn, read_turn
 from molt.chat.tree import Match, Tree
 from molt.chat.wires.shared import call, message, refuse
 from molt.types import InfraFailure, Media, Turn
@@ -26,24 +26,29 @@ CallModel = Callable[..., Awaitable[Turn]]
 CallFreely = Callable[..., Awaitable[Turn]]
 """As `CallModel`, with the client's own sampling third: for calls that are not trained."""
 
-RETRY, IDEMPOTENCY = "x-stainless-retry-count", "idempotency-key"
-HONOURED = {
-    "temperature": lambda value: value >= 0,
-    "top_p": lambda value: 0 < value <= 1,
-    "top_k": lambda value: value == -1 or value >= 1,
-}
-"""What a call that is not trained may choose, and what it may choose it to be."""
-LIGHT_BYTES, LIGHT_TEXT, LIGHT_TOKENS = 1 << 15, 2048, 512
-"""What takes well under a millisecond: a body to parse, new text in it to render, sampled tokens to read."""
-_THREADS = ThreadPoolExecutor(max_workers=2, thread_name_prefix="molt-chat")
-"""Of the server alone: agents with synchronous clients fill the event loop's own, and would wait for themselves."""
+RETRY = "x-stainless-retry-count"
+IDEMPOTENCY = "idempotency-key"
+HONOURED = ("temperature", "top_p", "top_k")
+"""Sampling parameters that a call may choose if it is not trained."""
+MAX_SEED = 2**64 - 1
 
 
-async def aside(function: Callable[..., Any], *args: Any, light: bool = False) -> Any:
-    """`function(*args)` off the event loop; on it if it is `light`: no more than the way to a thread and back."""
-    if light:
-        return function(*args)
-    return await asyncio.get_running_loop().run_in_executor(_THREADS, function, *args)
+@dataclass(frozen=True)
+class RenderedPrompt:
+    """What the engine is given."""
+
+    ids: list[int]
+    media: tuple[Media, ...]
+    """The images in `ids`."""
+
+
+@dataclass(frozen=True)
+class MatchedPrompt:
+    """A request's prompt, and where the tree continues."""
+
+    match: Match | None
+    """None: nothing is recorded."""
+    prompt: RenderedPrompt
 
 
 @dataclass(eq=False)
@@ -53,8 +58,9 @@ class Work:
     task: asyncio.Task[ChatReply]
     key: str
     wanted: int = 0
+    """Connections that wait for the reply, or got it."""
     attempt: str = "0"
-    """The retry count of who asked for it last."""
+    """The retry count of the latest request for it."""
 
 
 @dataclass(eq=False)
@@ -81,38 +87,49 @@ class Session:
     finishes: dict[int, str] = field(default_factory=dict)
     """How each recorded call ended, by the index of its node."""
     _works: dict[str, list[Work]] = field(default_factory=dict)
-    """By key. What is under way; what was lost, which nobody wants any more; the last that was delivered."""
+    """By key: the work under way, the lost replies, which nobody wants any more, and the last delivered ones."""
     _closed: bool = False
+
+    # Connections ------------------------------------------------------------------------------------------------------
 
     def ask(self, request: ChatRequest, key: str) -> Work:
         """New work on a reply, or older work that `request` retries. `key`: equal for what could be retries.
 
-        A reply that was lost is retried by whatever is equal to it; a call that may have gone well (it is under way,
-        or delivered) only by a client that says that it repeats itself: without a word, an equal call is a new sample.
+        A lost reply is retried by any equal request. A call that may have gone well (it is under way, or delivered)
+        is retried only by a client that marks its request as a retry: an unmarked equal request is a new sample.
         Raises ChatError if the session is over.
         """
         if self._closed:
             refuse("the session is over.", 404, "not_found")
-        works, attempt = self._works.setdefault(key, []), request.hints.get(RETRY, "0")
-        # Parallel calls that are equal have the same count when each is tried again: each retries one of its own.
-        again = (work for work in works if IDEMPOTENCY in request.hints or attempt not in ("0", work.attempt))
-        work = next((work for work in works if not work.wanted), next(again, None))
-        self.counters["replayed"] += work is not None
+        works = self._works.setdefault(key, [])
+        work = _retried_work(works, request)
         if work is None:
-            works[:] = [work for work in works if not work.task.done()]
-            works.append(work := Work(asyncio.create_task(self.answer(request)), key))
-            work.task.add_done_callback(lambda task: None if _went_well(task) else self._forget(work))
-        work.wanted, work.attempt = work.wanted + 1, attempt
+            work = self._start(request, key)
+            works[:] = [*(other for other in works if not other.task.done()), work]
+        else:
+            self.counters["replayed"] += 1
+        work.wanted += 1
+        work.attempt = _attempt(request)
+        return work
+
+    def _start(self, request: ChatRequest, key: str) -> Work:
+        work = Work(task=asyncio.create_task(self.answer(request)), key=key)
+
+        def forget_if_it_failed(task: asyncio.Task[ChatReply]) -> None:
+            if task.cancelled() or task.exception() is not None:
+                self._forget(work)
+
+        work.task.add_done_callback(forget_if_it_failed)
         return work
 
     def leave(self, work: Work) -> None:
         """A client went away before the reply reached it. If nobody else wants it: stop it, or keep it for a retry."""
         work.wanted -= 1
-        if not work.wanted and work.task.cancel():
+        if work.wanted == 0 and work.task.cancel():
             self._forget(work)
 
     def close(self) -> None:
-        """Stop what is under way; nothing more can be asked."""
+        """Stop what is under way; further requests are refused."""
         self._closed = True
         for works in self._works.values():
             for work in works:
@@ -121,160 +138,253 @@ class Session:
     def _forget(self, work: Work) -> None:
         self._works[work.key] = [other for other in self._works[work.key] if other is not work]
 
+    # Answers ----------------------------------------------------------------------------------------------------------
+
     async def answer(self, request: ChatRequest) -> ChatReply:
-        """Sample a reply, whatever was asked before.
+        """Sample a reply, whatever was requested before.
 
         Raises ChatError. Whatever goes wrong other than by the client's doing is the session's `failure`.
         """
-        try:
-            if self.failure is None:
+        if self.failure is None:
+            try:
                 return await self._sample(request)
-        except ChatError:
-            raise
-        except Exception as error:  # fault boundary: one engine request, and the record of it
-            self.failure = error if isinstance(error, InfraFailure) else InfraFailure(type(error).__name__, str(error))
-            self.failure.__cause__ = error.__cause__ if error is self.failure else error
-            self.failed.set()
+            except ChatError:
+                raise
+            except Exception as error:  # fault boundary: one engine request, and the record of it
+                self._fail(error)
         refuse(f"the policy cannot answer, so the episode ends: {self.failure!r}", 503, "engine")
+
+    def _fail(self, error: Exception) -> None:
+        if isinstance(error, InfraFailure):
+            self.failure = error
+        else:
+            self.failure = InfraFailure(type(error).__name__, str(error))
+            self.failure.__cause__ = error
+        self.failed.set()
 
     async def count(self, request: ChatRequest) -> int:
         """The prompt tokens that `answer` would report. Raises ChatError."""
-        return len((await self._prompt(request))[1])
+        matched = await self._prompt(request)
+        return len(matched.prompt.ids)
 
     async def _sample(self, request: ChatRequest) -> ChatReply:
-        match, ids, media = await self._prompt(request)
+        matched = await self._prompt(request)
+        prompt = matched.prompt
+        self._require_room(prompt.ids)
+        self._require_sampling_as_it_is(request)
+        self._count_answers(request)
+
+        max_tokens = self._max_tokens(prompt.ids, request)
+        calls = [self._call(prompt, max_tokens, request, index) for index in range(request.n)]
+        turns = await _gather(calls)
+        self.refused = False
+
+        read = await self._read(turns, prompt.ids, request)
+        for each in read:
+            self.counters["malformed_calls"] += each.malformed_calls
+            if matched.match is not None:
+                self._record(matched.match, prompt, each, request)
+        return ChatReply(
+            id=secrets.token_hex(12),
+            answers=tuple(each.answer for each in read),
+            prompt_tokens=len(prompt.ids),
+        )
+
+    async def _read(self, turns: list[Turn], prompt_ids: list[int], request: ChatRequest) -> list[ReadTurn]:
+        def read_all() -> list[ReadTurn]:
+            return [read_turn(self.renderer, turn, prompt_ids, request) for turn in turns]
+
+        tokens = sum(len(turn.token_ids) for turn in turns)
+        if tokens <= LIGHT_TOKENS:
+            return read_all()
+        return await aside(read_all)
+
+    def _record(self, match: Match, prompt: RenderedPrompt, read: ReadTurn, request: ChatRequest) -> None:
+        node = self.tree.add(
+            match,
+            prompt.ids,
+            read.turn,
+            echo_of(read.answer),
+            train=request.train,
+            media=prompt.media,
+        )
+        self.finishes[node.index] = read.answer.finish_reason
+
+    async def _call(self, prompt: RenderedPrompt, max_tokens: int, request: ChatRequest, index: int) -> Turn:
+        """One of the n turns: the trained distribution, or the client's if the call opted out of training."""
+        shown: dict[str, Any] = {}
+        if prompt.media:
+            shown["media"] = prompt.media
+        if request.train or self.call_freely is None:
+            return await self.call_model(prompt.ids, max_tokens, **shown)
+
+        sampling = {name: value for name, value in request.sampling.items() if name in HONOURED}
+        if request.seed is not None:
+            sampling["seed"] = min(request.seed + index, MAX_SEED)  # answers to one request differ, as vLLM's do
+        return await self.call_freely(prompt.ids, max_tokens, sampling, **shown)
+
+    # Limits -----------------------------------------------------------------------------------------------------------
+
+    def _require_room(self, ids: list[int]) -> None:
         if len(ids) >= self.max_len:
             self.counters["out_of_context"] += 1
             self.refused = True
-            said = f"prompt is too long: {len(ids)} tokens > {self.max_len} maximum"
-            refuse(said, code="context_length_exceeded")
-        self._admit(request)
-        limit = min(filter(None, [self.max_len - len(ids), self.max_new_tokens, request.max_tokens]))
-        turns = await _all([self._call(ids, limit, request, media, index) for index in range(request.n)])
-        self.refused = False
-        light = sum(len(turn.token_ids) for turn in turns) <= LIGHT_TOKENS
-        read = await aside(lambda: [self._read(turn, ids, request) for turn in turns], light=light)
-        for turn, answer, malformed in read:
-            self.counters["malformed_calls"] += malformed
-            if match is not None:
-                node = self.tree.add(match, ids, turn, _echo(answer), train=request.train, media=media)
-                self.finishes[node.index] = answer.finish_reason
-        return ChatReply(secrets.token_hex(12), tuple(answer for _, answer, _ in read), len(ids))
+            why = f"prompt is too long: {len(ids)} tokens > {self.max_len} maximum"
+            refuse(why, code="context_length_exceeded")
 
-    def _admit(self, request: ChatRequest) -> None:
-        """Count what is sampled now and what of it is ignored, or refuse it."""
+    def _require_sampling_as_it_is(self, request: ChatRequest) -> None:
+        """Refuse constrained decoding, and distributions that do not exist."""
         if request.constrained:
             refuse(
                 f"{request.constrained}: an answer is sampled from the model as it is, never constrained. Leave it "
                 "out, and check what the model says."
             )
-        honoured = {} if request.train or self.call_freely is None else HONOURED
-        for name, value in request.sampling.items():
-            if name in honoured and not honoured[name](value):
-                refuse(f"`{name}` is {value!r}: there is no such distribution.")
-        if self.counters["requests"] + request.n > self.max_requests:
-            asked = f"this request asks for {request.n}, and the session has had {self.counters['requests']}"
-            refuse(f"{asked} of its {self.max_requests} answers.", 429, "too_many_requests")
-        self.counters["requests"] += request.n
-        ignored = {name: value for name, value in request.sampling.items() if name not in honoured}
-        ignored |= {} if honoured else {"seed": request.seed}
-        self.counters.update(f"ignored_{name}" for name, value in ignored.items() if value is not None)
+        for name in self._honoured(request):
+            if name in request.sampling and not _is_valid_sampling(name, request.sampling[name]):
+                refuse(f"`{name}` is {request.sampling[name]!r}: there is no such distribution.")
 
-    async def _prompt(self, request: ChatRequest) -> tuple[Match | None, list[int], tuple[Media, ...]]:
-        """Where the request goes on (None: nothing is recorded), its ids and its images. Raises ChatError alone."""
+    def _count_answers(self, request: ChatRequest) -> None:
+        """Count the answers that are sampled now and the parameters that are ignored, or refuse above the limit."""
+        used = self.counters["requests"]
+        if used + request.n > self.max_requests:
+            refuse(
+                f"this request is for {request.n} more answers, and the session has had {used} of its "
+                f"{self.max_requests} answers.",
+                429,
+                "too_many_requests",
+            )
+        self.counters["requests"] += request.n
+
+        honoured = self._honoured(request)
+        for name, value in request.sampling.items():
+            if name not in honoured and value is not None:
+                self.counters[f"ignored_{name}"] += 1
+        if not honoured and request.seed is not None:
+            self.counters["ignored_seed"] += 1
+
+    def _honoured(self, request: ChatRequest) -> tuple[str, ...]:
+        """The sampling parameters that this request may choose."""
+        if request.train or self.call_freely is None:
+            return ()
+        return HONOURED
+
+    def _max_tokens(self, ids: list[int], request: ChatRequest) -> int:
+        limits = [self.max_len - len(ids)]
+        for limit in (self.max_new_tokens, request.max_tokens):
+            if limit:
+                limits.append(limit)
+        return min(limits)
+
+    # Prompts ----------------------------------------------------------------------------------------------------------
+
+    async def _prompt(self, request: ChatRequest) -> MatchedPrompt:
+        """Where the request continues, its ids and its images. Raises nothing but ChatError."""
         try:
-            match = self.tree.match(request.messages, request.tools) if self.record else None
-            longer = match and await aside(self._bridge, request, match, light=_light(request, match))
-            return match, *(longer or await aside(self._render, request, match))
+            match = None
+            prompt = None
+            if self.record:
+                match = self.tree.match(request.messages, request.tools)
+                prompt = await self._continued(request, match)
+            if prompt is None:
+                prompt = await aside(self._render, request, match)
         except ChatError:
             raise
         except Exception as error:  # fault boundary: what one client sent
             why = f"the messages or tools could not be rendered ({error!r:.300}). Send them as the protocol has them."
             raise ChatError(400, "invalid_request", why) from error
+        return MatchedPrompt(match=match, prompt=prompt)
 
-    def _bridge(self, request: ChatRequest, match: Match) -> tuple[list[int], tuple[Media, ...]] | None:
-        """The ids of the matched path and what the rest adds, with their images; None if they cannot be continued."""
+    async def _continued(self, request: ChatRequest, match: Match) -> RenderedPrompt | None:
+        """The matched path and what the request adds; None if that cannot be continued."""
+        if _is_light(request, match):
+            return self._bridge(request, match)
+        return await aside(self._bridge, request, match)
+
+    def _bridge(self, request: ChatRequest, match: Match) -> RenderedPrompt | None:
         if match.node is self.tree.root:
             return None
-        files, before = read_images(match.rest), self.tree.media(match.node)
-        past, sampled = match.ids.tolist(), len(match.node.token_ids)
-        longer = self.renderer.bridge(past, _named_rest(request, match), request.tools, sampled=sampled)
-        return longer and self.renderer.place(longer, files, start=len(past), before=before)
+        files = read_images(match.rest)
+        past = match.ids.tolist()
+        longer = self.renderer.bridge(
+            past,
+            _named_rest(request, match),
+            request.tools,
+            sampled=len(match.node.token_ids),
+        )
+        if longer is None:
+            return None
+        before = self.tree.media(match.node)
+        ids, media = self.renderer.place(longer, files, start=len(past), before=before)
+        return RenderedPrompt(ids=ids, media=media)
 
-    def _render(self, request: ChatRequest, match: Match | None) -> tuple[list[int], tuple[Media, ...]]:
+    def _render(self, request: ChatRequest, match: Match | None) -> RenderedPrompt:
         """The ids of the whole conversation, with its images."""
-        whole = request.messages
+        messages = request.messages
         if match is not None:  # with reasoning that the client dropped
-            whole = [*self.tree.messages(match.node), *_named_rest(request, match)]
-        files = read_images(whole)
-        return self.renderer.place(self.renderer.render(whole, request.tools), files)
-
-    async def _call(
-        self, ids: list[int], limit: int, request: ChatRequest, media: tuple[Media, ...], index: int
-    ) -> Turn:
-        shown = {"media": media} if media else {}
-        if request.train or self.call_freely is None:
-            return await self.call_model(ids, limit, **shown)
-        # Answers to one request differ, as vLLM's do.
-        seed = {} if request.seed is None else {"seed": min(request.seed + index, 2**64 - 1)}
-        chosen = {name: value for name, value in request.sampling.items() if name in HONOURED}
-        return await self.call_freely(ids, limit, chosen | seed, **shown)
-
-    def _read(self, turn: Turn, ids: list[int], request: ChatRequest) -> tuple[Turn, Answer, int]:
-        """The turn as it is recorded, what the client gets, and how many calls in it could not be read."""
-        turn, stop = self._cut(turn, request.stop)
-        parsed = self.renderer.parse(turn.token_ids.tolist(), request.tools, ids)
-        content, calls = parsed.content, tuple(parsed.tool_calls)
-        if calls and not request.tools:  # nothing can be called: to the client it is text
-            content, calls = self.renderer.unparsed(turn.token_ids.tolist()), ()
-        content = content.partition(stop)[0] if stop else content
-        finish = "tool_calls" if calls and turn.finish_reason == "stop" else turn.finish_reason
-        answer = Answer(content, parsed.reasoning, calls, finish, len(turn.token_ids), stop)
-        return turn, answer, len(parsed.malformed)
-
-    def _cut(self, turn: Turn, stops: tuple[str, ...]) -> tuple[Turn, str | None]:
-        """The turn up to the token in which the first stop string completes, and that string."""
-        ids = turn.token_ids.tolist()
-
-        def found(length: int) -> list[tuple[int, str]]:
-            text = self.renderer.tokenizer.text(ids[:length])
-            return sorted((text.find(stop), stop) for stop in stops if stop in text)
-
-        if not stops or not found(len(ids)):
-            return turn, None
-        end = bisect_left(range(len(ids)), True, key=lambda length: bool(found(length)))
-        kept = {name: getattr(turn, name)[:end] for name in ("token_ids", "logprobs", "versions")}
-        return replace(turn, **kept, finish_reason="stop"), found(end)[0][1]
+            messages = [*self.tree.messages(match.node), *_named_rest(request, match)]
+        files = read_images(messages)
+        ids, media = self.renderer.place(self.renderer.render(messages, request.tools), files)
+        return RenderedPrompt(ids=ids, media=media)
 
 
-def _light(request: ChatRequest, match: Match) -> bool:
+def echo_of(answer: Answer) -> Message:
+    """The reply as the client is expected to send it back."""
+    calls = [call(made.id, made.name, made.arguments) for made in answer.tool_calls]
+    return message("assistant", answer.content, reasoning_content=answer.reasoning, tool_calls=calls)
+
+
+def _retried_work(works: list[Work], request: ChatRequest) -> Work | None:
+    """The work that the request repeats: a lost reply, or one that the client says it repeats."""
+    for work in works:
+        if work.wanted == 0:
+            return work
+    for work in works:
+        if IDEMPOTENCY in request.hints:
+            return work
+        # Equal parallel calls have the same count when each is retried: each retries another of the works.
+        if _attempt(request) not in ("0", work.attempt):
+            return work
+    return None
+
+
+def _attempt(request: ChatRequest) -> str:
+    return request.hints.get(RETRY, "0")
+
+
+def _is_valid_sampling(name: str, value: Any) -> bool:
+    """Whether there is a distribution with this value of an honoured parameter."""
+    if name == "temperature":
+        return value >= 0
+    if name == "top_p":
+        return 0 < value <= 1
+    return value == -1 or value >= 1  # top_k
+
+
+def _is_light(request: ChatRequest, match: Match) -> bool:
     """Whether the next turn is rendered in little time."""
-    texts = [message["content"] for message in match.rest]
-    short = all(isinstance(text, str) for text in texts) and sum(map(len, texts)) <= LIGHT_TEXT
-    return short and request.size <= LIGHT_BYTES
+    if request.size > LIGHT_BYTES:
+        return False
+    length = 0
+    for each in match.rest:
+        if not isinstance(each["content"], str):
+            return False
+        length += len(each["content"])
+    return length <= LIGHT_TEXT
 
 
 def _named_rest(request: ChatRequest, match: Match) -> list[Message]:
-    return name_results(request.messages)[len(request.messages) - len(match.rest) :]
+    """The new messages, with the names of functions in tool results."""
+    known = len(request.messages) - len(match.rest)
+    return name_results(request.messages)[known:]
 
 
-async def _all(calls: list[Coroutine[Any, Any, Turn]]) -> list[Turn]:
+async def _gather(calls: Sequence[Coroutine[Any, Any, Turn]]) -> list[Turn]:
     """What each returns. Where one fails, the others end with it."""
     if len(calls) == 1:
         return [await calls[0]]
-    tasks = [asyncio.ensure_future(call) for call in calls]
+    tasks = [asyncio.ensure_future(each) for each in calls]
     try:
         return await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
-
-
-def _went_well(task: asyncio.Task[ChatReply]) -> bool:
-    return not task.cancelled() and task.exception() is None
-
-
-def _echo(answer: Answer) -> Message:
-    """The reply as the client is expected to send it back."""
-    calls = [call(made.id, made.name, made.arguments) for made in answer.tool_calls]
-    return message("assistant", answer.content, reasoning_content=answer.reasoning, tool_calls=calls)

@@ -17,8 +17,9 @@ from rich.text import Text
 
 from molt.agents.chat_runner import ChatAgentRunner
 from molt.agents.load import load_runner
-from molt.chat.chat_renderer import check_round_trip, load_chat_renderer
+from molt.chat.chat_renderer import load_chat_renderer
 from molt.chat.render import Renderer, load_tokenizer
+from molt.chat.round_trip import check_round_trip
 from molt.config import CkptConfig, FsdpConfig, ModelConfig, RefConfig, RLConfig
 from molt.data.prompts import PromptDataset
 from molt.data.rows import DropReport, Rows, load_rows

@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from molt.chat.chat_renderer import ChatRenderer, Parsed, check_round_trip, load_chat_renderer, name_results
+from molt.chat.chat_parser import Parsed
+from molt.chat.chat_renderer import ChatRenderer, load_chat_renderer, name_results
 from molt.chat.protocol import ChatError
+from molt.chat.round_trip import check_round_trip
 from molt.errors import DataError
 from tests.data.test_template_families import CHATML as CHATML_TOKENS
 from tests.data.test_template_families import FAMILIES, TOOLS, family

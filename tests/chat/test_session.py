@@ -9,8 +9,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from molt.chat.off_loop import LIGHT_BYTES, LIGHT_TEXT
 from molt.chat.protocol import ChatError, ChatRequest
-from molt.chat.session import LIGHT_BYTES, LIGHT_TEXT, RETRY, Session, _echo
+from molt.chat.reading import read_turn
+from molt.chat.session import RETRY, Session, echo_of
 from molt.types import InfraFailure
 from tests.chat.scripted import VERSION, ScriptedModel, ids_of, renderer, text_of, turn_of
 
@@ -53,7 +55,8 @@ def test_a_conversation_is_one_segment_of_exactly_what_the_engine_saw():
 @given(text=st.text("ab.", max_size=40), stops=st.lists(st.text("ab.", min_size=1, max_size=3), min_size=1, max_size=3))
 @example(text="aab", stops=["b", "ab"])  # complete in the same token: the one that begins first
 def test_a_turn_is_cut_at_the_token_in_which_the_first_stop_string_completes(text, stops):
-    turn, answer, _ = session_of()._read(turn_of(text), [], replace(HI, stop=tuple(stops)))
+    read = read_turn(renderer(), turn_of(text), [], replace(HI, stop=tuple(stops)))
+    turn, answer = read.turn, read.answer
     ends = [end for end in range(len(text) + 1) if any(text[:end].endswith(stop) for stop in stops)]
     if not ends:  # one token per character, and one that ends the turn
         assert (len(turn.token_ids), answer.stop_sequence, answer.content) == (len(text) + 1, None, text)
@@ -288,7 +291,7 @@ def test_what_is_rendered_anew_keeps_the_reasoning_that_the_client_dropped():
     async def run():
         (answer,) = (await session.answer(replace(HI, tools=TOOLS))).answers
         echo = replace(answer, reasoning=None)
-        said = [*HI.messages, _echo(echo), {"role": "tool", "content": "r", "tool_call_id": answer.tool_calls[0].id}]
+        said = [*HI.messages, echo_of(echo), {"role": "tool", "content": "r", "tool_call_id": answer.tool_calls[0].id}]
         await session.answer(ChatRequest([*said, {"role": "assistant", "content": "the client's own"}], tools=TOOLS))
 
     asyncio.run(run())

@@ -12,8 +12,8 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from molt.chat.protocol import Answer, ChatError, ChatReply, ChatRequest, ToolCall
-from molt.chat.server import _parse
-from molt.chat.wires import WIRES, chat, messages, responses
+from molt.chat.server import WIRES, parse_call
+from molt.chat.wires import chat, messages, responses
 
 PNG = "data:image/png;base64,iVBORw0KGgo="
 IMAGE = {"type": "image_url", "image_url": {"url": PNG}}
@@ -190,7 +190,7 @@ def test_a_tool_choice_of_none_offers_no_tools(choice):
 def test_bad_bodies_are_refused_in_words(path, change, says):
     body = {"messages": [{"role": "user", "content": "hi"}], "input": "hi"} | change
     with pytest.raises(ChatError, match=says) as caught:
-        _parse(WIRES[path], json.dumps(body).encode(), {}, True)
+        parse_call(WIRES[path], json.dumps(body).encode(), {}, True)
     assert (caught.value.status, caught.value.code) == (400, "invalid_request")
 
 
@@ -216,7 +216,7 @@ def test_reasoning_that_is_no_text_is_refused(thought):
 
 def test_keys_are_equal_for_equal_requests_streamed_or_not_and_for_no_others():
     def key(body, hints=None, train=True):
-        return _parse(chat, json.dumps(body).encode(), hints or {}, train)[2]
+        return parse_call(chat, json.dumps(body).encode(), hints or {}, train).key
 
     streamed = HI | {"stream": True, "stream_options": {"include_usage": True}}
     assert key(HI) == key(streamed) == key(HI, {"x-stainless-retry-count": "1"})
@@ -238,7 +238,7 @@ def test_what_is_not_stored_is_refused():
 @pytest.mark.parametrize("path", WIRES)
 def test_bytes_that_are_no_request_are_refused(path, raw):
     with pytest.raises(ChatError) as caught:
-        _parse(WIRES[path], raw, {}, True)
+        parse_call(WIRES[path], raw, {}, True)
     assert caught.value.status == 400
 
 
@@ -262,7 +262,7 @@ VALUES = st.recursive(
 @given(body=st.dictionaries(KEYS, VALUES, max_size=6), path=st.sampled_from(list(WIRES)))
 def test_any_json_is_read_or_refused(body, path):
     try:
-        read = _parse(WIRES[path], json.dumps(body).encode(), {}, True)[1]
+        read = parse_call(WIRES[path], json.dumps(body).encode(), {}, True).request
     except ChatError as error:
         assert error.status == 400
         return

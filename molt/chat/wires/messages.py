@@ -2,107 +2,185 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from molt.chat.protocol import Answer, ChatError, ChatReply, ChatRequest, Message
 from molt.chat.wires.shared import Json, call, chat_request, content, items, message, refuse
 
-STOP = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-KINDS = {404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error", 503: "api_error"}
-APART = ("thinking", "redacted_thinking", "tool_use")
+ROLES = ("system", "user", "assistant")
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+ERROR_TYPES = {
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "api_error",
+}
+NOT_CONTENT = ("thinking", "redacted_thinking", "tool_use")
+"""Blocks of an assistant's turn that are no part of its content."""
 SIGNATURE = "bW9sdA=="
 """Clients drop a thought without one."""
 
 
 def request(body: Json) -> ChatRequest:
-    messages = [message("system", content(body["system"], "system"))] if body.get("system") else []
+    """See `shared.Wire`."""
+    messages = []
+    if body.get("system"):
+        messages.append(message("system", content(body["system"], "system")))
     for index, turn in enumerate(items(body, "messages")):
-        messages += _messages(turn, f"messages[{index}]")
-    output_format = (body.get("output_config") or {}).get("format") or body.get("output_format")
-    return replace(chat_request(messages, body, output_format), n=1)  # this protocol has one answer
+        messages += _read_turn(turn, f"messages[{index}]")
+
+    output_config = body.get("output_config") or {}
+    output_format = output_config.get("format") or body.get("output_format")
+    read = chat_request(messages, body, output_format)
+    return replace(read, n=1)  # this protocol has one answer
 
 
-def _messages(turn: Json, where: str) -> Iterator[Message]:
-    """One message, or several: each tool result of a user's turn is one of its own."""
-    role, given = turn.get("role"), turn.get("content")
-    if role not in ("system", "user", "assistant"):
+def _read_turn(turn: Json, where: str) -> list[Message]:
+    """One message, or several: each tool result of a user's turn is a message."""
+    role = turn.get("role")
+    if role not in ROLES:
         refuse(f"`{where}.role` is {role!r}: it must be user, assistant or system.")
-    if not isinstance(given, list):
-        yield message(role, content(given, where))
-    elif role == "assistant":
-        yield _assistant(items(turn, "content"), where)
-    else:
-        for is_result, group in groupby(items(turn, "content"), lambda block: block.get("type") == "tool_result"):
-            blocks = list(group)
-            yield from map(_result, blocks) if is_result else [message(role, content(blocks, where))]
+    if not isinstance(turn.get("content"), list):
+        return [message(role, content(turn.get("content"), where))]
+
+    blocks = items(turn, "content")
+    if role == "assistant":
+        return [_read_assistant(blocks, where)]
+    messages = []
+    for is_result, group in groupby(blocks, key=_is_tool_result):
+        if is_result:
+            messages += [_read_result(block) for block in group]
+        else:
+            messages.append(message(role, content(list(group), where)))
+    return messages
 
 
-def _result(block: Json) -> Message:
+def _is_tool_result(block: Json) -> bool:
+    return block.get("type") == "tool_result"
+
+
+def _read_result(block: Json) -> Message:
     return message("tool", content(block.get("content"), "tool_result"), tool_call_id=block.get("tool_use_id"))
 
 
-def _assistant(blocks: list[Json], where: str) -> Message:
-    calls = [block for block in blocks if block.get("type") == "tool_use"]
+def _read_assistant(blocks: list[Json], where: str) -> Message:
+    spoken = [block for block in blocks if block.get("type") not in NOT_CONTENT]
     thoughts = [block for block in blocks if block.get("type") == "thinking"]
+    calls = []
+    for block in blocks:
+        if block.get("type") == "tool_use":
+            calls.append(call(block.get("id"), block.get("name"), block.get("input", {})))
     return message(
         "assistant",
-        content([block for block in blocks if block.get("type") not in APART], where),
+        content(spoken, where),
         reasoning_content=content(thoughts, where),
-        tool_calls=[call(block.get("id"), block.get("name"), block.get("input", {})) for block in calls],
+        tool_calls=calls,
     )
 
 
-def reply(reply: ChatReply, body: Json) -> Json:
-    (answer,) = reply.answers
-    stop = getattr(answer, "stop_sequence", None)
-    usage = {
-        "input_tokens": reply.prompt_tokens, "output_tokens": answer.completion_tokens, "server_tool_use": None,
-        "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0, "service_tier": "standard",
-    }  # fmt: skip
+def reply(answered: ChatReply, body: Json) -> Json:
+    """See `shared.Wire`."""
+    (answer,) = answered.answers
+    stop_reason = STOP_REASONS[answer.finish_reason]
+    if answer.stop_sequence:
+        stop_reason = "stop_sequence"
     return {
-        "id": f"msg_{reply.id}", "type": "message", "role": "assistant", "model": body.get("model") or "policy",
-        "content": list(_blocks(answer)), "stop_reason": "stop_sequence" if stop else STOP[answer.finish_reason],
-        "stop_sequence": stop, "container": None, "usage": usage,
-    }  # fmt: skip
+        "id": f"msg_{answered.id}",
+        "type": "message",
+        "role": "assistant",
+        "model": body.get("model") or "policy",
+        "content": _blocks(answer),
+        "stop_reason": stop_reason,
+        "stop_sequence": answer.stop_sequence,
+        "container": None,
+        "usage": _usage(answered, answer),
+    }
 
 
-def _blocks(answer: Answer) -> Iterator[Json]:
+def _usage(answered: ChatReply, answer: Answer) -> Json:
+    return {
+        "input_tokens": answered.prompt_tokens,
+        "output_tokens": answer.completion_tokens,
+        "server_tool_use": None,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 0,
+        "service_tier": "standard",
+    }
+
+
+def _blocks(answer: Answer) -> list[Json]:
+    blocks: list[Json] = []
     if answer.reasoning:
-        yield {"type": "thinking", "thinking": answer.reasoning, "signature": SIGNATURE}
+        blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": SIGNATURE})
     if answer.content or not answer.tool_calls:
-        yield {"type": "text", "text": answer.content, "citations": None}
+        blocks.append({"type": "text", "text": answer.content, "citations": None})
     for made in answer.tool_calls:
-        yield {"type": "tool_use", "id": made.id, "name": made.name, "input": json.loads(made.arguments)}
+        arguments = json.loads(made.arguments)
+        blocks.append({"type": "tool_use", "id": made.id, "name": made.name, "input": arguments})
+    return blocks
 
 
 def events(full: Json, body: Json) -> Iterator[tuple[str, Json]]:
-    yield from ((event["type"], event) for event in _events(full))
+    """See `shared.Wire`."""
+    for event in _events(full):
+        yield event["type"], event
 
 
 def _events(full: Json) -> Iterator[Json]:
-    ending = {"stop_reason": full["stop_reason"], "stop_sequence": full["stop_sequence"]}
-    begun = {**full, "content": [], **dict.fromkeys(ending), "usage": {**full["usage"], "output_tokens": 0}}
-    yield {"type": "message_start", "message": begun}
+    yield {"type": "message_start", "message": _started(full)}
     for index, block in enumerate(full["content"]):
-        bare, *deltas = _pieces(block)
-        yield {"type": "content_block_start", "index": index, "content_block": {**block, **bare}}
-        yield from ({"type": "content_block_delta", "index": index, "delta": delta} for delta in deltas)
+        streamed = _stream_block(block)
+        yield {"type": "content_block_start", "index": index, "content_block": streamed.start}
+        for delta in streamed.deltas:
+            yield {"type": "content_block_delta", "index": index, "delta": delta}
         yield {"type": "content_block_stop", "index": index}
-    yield {"type": "message_delta", "delta": {**ending, "container": None}, "usage": full["usage"]}
+
+    ending = {
+        "stop_reason": full["stop_reason"],
+        "stop_sequence": full["stop_sequence"],
+        "container": None,
+    }
+    yield {"type": "message_delta", "delta": ending, "usage": full["usage"]}
     yield {"type": "message_stop"}
 
 
-def _pieces(block: Json) -> list[Json]:
-    """What is not in the block yet when it starts, then its deltas."""
+def _started(full: Json) -> Json:
+    """The message before anything was sampled."""
+    return {
+        **full,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": {**full["usage"], "output_tokens": 0},
+    }
+
+
+@dataclass(frozen=True)
+class StreamedBlock:
+    """A block of content as it starts, and the deltas that complete it."""
+
+    start: Json
+    deltas: list[Json]
+
+
+def _stream_block(block: Json) -> StreamedBlock:
     if block["type"] == "tool_use":
-        return [{"input": {}}, {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}]
+        arguments = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+        return StreamedBlock(start={**block, "input": {}}, deltas=[arguments])
     if block["type"] == "text":
-        return [{"text": ""}, {"type": "text_delta", "text": block["text"]}]
-    deltas = [{"type": f"{key}_delta", key: block[key]} for key in ("thinking", "signature")]
-    return [{"thinking": "", "signature": ""}, *deltas]
+        text = {"type": "text_delta", "text": block["text"]}
+        return StreamedBlock(start={**block, "text": ""}, deltas=[text])
+    thought = {"type": "thinking_delta", "thinking": block["thinking"]}
+    signature = {"type": "signature_delta", "signature": block["signature"]}
+    return StreamedBlock(start={**block, "thinking": "", "signature": ""}, deltas=[thought, signature])
 
 
-def error(error: ChatError) -> Json:
-    shaped = {"type": KINDS.get(error.status, "invalid_request_error"), "message": error.message}
-    return {"type": "error", "error": shaped, "request_id": None}
+def error(refusal: ChatError) -> Json:
+    """See `shared.Wire`."""
+    kind = ERROR_TYPES.get(refusal.status, "invalid_request_error")
+    return {
+        "type": "error",
+        "error": {"type": kind, "message": refusal.message},
+        "request_id": None,
+    }

@@ -1,20 +1,58 @@
 """What the protocols have in common: blocks of content, tools, limits, refusals."""
 
 import json
-from typing import Any, NoReturn
+from collections.abc import Iterator
+from typing import Any, NoReturn, Protocol
 
-from molt.chat.protocol import ChatError, ChatRequest, Message
+from molt.chat.protocol import ChatError, ChatReply, ChatRequest, Message, Tools
 
 Json = dict[str, Any]
 
-PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "logit_bias", *PENALTIES)
-WHOLE = ("seed", "top_k")
+SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "logit_bias",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "seed",
+)
+INTEGERS = ("seed", "top_k")
+"""Sampling parameters that take no fraction."""
+MIN_NUMBER = -(1 << 63)
+END_NUMBER = 1 << 64
+"""Numbers outside would kill the engine."""
 NOT_TEXT = {"input_audio", "audio", "video", "video_url", "file", "input_file", "document"}
+IMAGES = ("image_url", "input_image", "image")
 TEXT_FIELDS = ("text", "refusal", "thinking")
+SHOWN_SCHEMA = 200
+"""Characters of a bad schema that a refusal shows."""
+
+
+class Wire(Protocol):
+    """One protocol: what every module of this package defines."""
+
+    def request(self, body: Json) -> ChatRequest:
+        """What a body requests. Raises ChatError; further keys and unknown tool types are accepted."""
+        ...
+
+    def reply(self, answered: ChatReply, body: Json) -> Json:
+        """The body of an unstreamed reply, every field of the protocol in it."""
+        ...
+
+    def events(self, full: Json, body: Json) -> Iterator[tuple[str | None, Any]]:
+        """The same reply (`full`, from `reply`) as server-sent events: name and data."""
+        ...
+
+    def error(self, refusal: ChatError) -> Json:
+        """A refusal in the protocol's shape and words."""
+        ...
 
 
 def refuse(message: str, status: int = 400, code: str = "invalid_request") -> NoReturn:
+    """Raise ChatError."""
     raise ChatError(status, code, message)
 
 
@@ -26,108 +64,214 @@ def items(body: Json, key: str) -> list[Json]:
     return value
 
 
+# Content --------------------------------------------------------------------------------------------------------------
+
+
 def content(value: Any, where: str) -> str | list[Json]:
     """Text blocks alone become one string, as templates want it; with images among them, a list of parts."""
-    if not isinstance(value, str | list | None):
-        refuse(f"`{where}` is a {type(value).__name__}: it must be a string or a list of blocks.")
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
     if not isinstance(value, list):
-        return value or ""
-    parts = [_part(block, f"{where}[{i}]") for i, block in enumerate(value)]
-    return parts if any("image_url" in part for part in parts) else "\n".join(part["text"] for part in parts)
+        refuse(f"`{where}` is a {type(value).__name__}: it must be a string or a list of blocks.")
+
+    parts = [_part(block, f"{where}[{index}]") for index, block in enumerate(value)]
+    if any("image_url" in part for part in parts):
+        return parts
+    return "\n".join(part["text"] for part in parts)
 
 
 def _part(block: Any, where: str) -> Json:
-    block = {"text": block} if isinstance(block, str) else block
+    if isinstance(block, str):
+        return {"type": "text", "text": block}
     kind = block.get("type")
     if kind in NOT_TEXT:
         refuse(f"`{where}` is of type {kind!r}, which the model cannot be shown. Send text or images.")
-    if kind in ("image_url", "input_image", "image"):
-        source = block.get("source") or block.get("image_url")
-        url = source if isinstance(source, str) else source.get("url")
-        url = url or f"data:{source['media_type']};base64,{source['data']}"
-        return {"type": "image_url", "image_url": {"url": str(url)}}
+    if kind in IMAGES:
+        return {"type": "image_url", "image_url": {"url": _image_url(block)}}
+    for field in TEXT_FIELDS:
+        if isinstance(block.get(field), str):
+            return {"type": "text", "text": block[field]}
     # A block that no protocol had when this was written still reaches the model, as the client wrote it.
-    text = next((block[key] for key in TEXT_FIELDS if isinstance(block.get(key), str)), None)
-    return {"type": "text", "text": json.dumps(block) if text is None else text}
+    return {"type": "text", "text": json.dumps(block)}
+
+
+def _image_url(block: Json) -> str:
+    """The URL of an image block of any protocol: text, an object with `url`, or base64 data."""
+    source: Any = block.get("source") or block.get("image_url")
+    if source and isinstance(source, str):
+        return source
+    url = source.get("url")
+    if not url:
+        url = f"data:{source['media_type']};base64,{source['data']}"
+    return str(url)
+
+
+# Messages -------------------------------------------------------------------------------------------------------------
 
 
 def message(role: str, content: Any, **fields: Any) -> Message:
     """A message in the shape of `protocol`: fields without a value are left out, `content` never is."""
-    if not isinstance(thought := fields.get("reasoning_content"), str | None):
-        refuse(f"the reasoning of a message is a {type(thought).__name__}: it must be text.")
-    return {"role": role, "content": content, **{key: value for key, value in fields.items() if value}}
+    reasoning = fields.get("reasoning_content")
+    if reasoning is not None and not isinstance(reasoning, str):
+        refuse(f"the reasoning of a message is a {type(reasoning).__name__}: it must be text.")
+    built: Message = {"role": role, "content": content}
+    for name, value in fields.items():
+        if value:
+            built[name] = value
+    return built
 
 
 def call(id: Any, name: Any, arguments: Any) -> Json:
     """A tool call of an assistant message; arguments that come as an object become JSON text."""
     if not isinstance(name, str) or not isinstance(id, str):
         refuse(f"a tool call has the id {id!r} and the name {name!r}: both must be strings.")
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-    return {"id": id, "type": "function", "function": {"name": name, "arguments": text}}
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments)
+    return {
+        "id": id,
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
+
+
+# Requests -------------------------------------------------------------------------------------------------------------
 
 
 def chat_request(messages: list[Message], body: Json, output_format: Any) -> ChatRequest:
     """With the options that all protocols spell alike, or nearly so."""
     if not messages:
         refuse("the conversation is empty: there is nothing to answer. Send at least one message.")
-    choice, form = _kind(body.get("tool_choice")), _kind(output_format)
-    forced = None if choice in (None, "auto", "none") else f"tool_choice {json.dumps(body['tool_choice'])}"
-    stop = body.get("stop", body.get("stop_sequences")) or []
-    stop = [stop] if isinstance(stop, str) else stop
-    if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
-        refuse(f"the stop strings are {stop!r}: they must be texts that are not empty.")
-    sampling = {key: body[key] for key in (*SAMPLING, "seed") if body.get(key) is not None}
-    if wrong := {key: value for key, value in sampling.items() if not _fits(key, value)}:
-        refuse(f"the sampling parameters {wrong!r} are not the numbers they must be. Mend them, or leave them out.")
+    stop = _stop_strings(body)
+    sampling = _sampling(body)
+    seed = sampling.pop("seed", None)
     return ChatRequest(
-        messages,
-        tools=None if choice == "none" else [_function(t) for t in items(body, "tools") if _callable(t)] or None,
+        messages=messages,
+        tools=_tools(body),
         max_tokens=_count(body, "max_completion_tokens", "max_output_tokens", "max_tokens"),
         n=_count(body, "n") or 1,
-        stop=tuple(stop),
-        seed=sampling.pop("seed", None),
+        stop=stop,
+        seed=seed,
         sampling=sampling,
-        constrained=forced if form in (None, "text") else f"output format {form!r}",
+        constrained=_constraint(body, output_format),
     )
 
 
-def _fits(name: str, value: Any) -> bool:
-    """Whether it is of the type that the parameter has. Larger than 64 bits is none: it would kill the engine."""
+def _stop_strings(body: Json) -> tuple[str, ...]:
+    stop = body.get("stop", body.get("stop_sequences")) or []
+    if isinstance(stop, str):
+        stop = [stop]
+    if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
+        refuse(f"the stop strings are {stop!r}: they must be texts that are not empty.")
+    return tuple(stop)
+
+
+def _sampling(body: Json) -> dict[str, Any]:
+    sampling = {name: body[name] for name in SAMPLING if body.get(name) is not None}
+    wrong = {name: value for name, value in sampling.items() if not _has_right_type(name, value)}
+    if wrong:
+        refuse(f"the sampling parameters {wrong!r} are not the numbers they must be. Fix them, or leave them out.")
+    return sampling
+
+
+def _has_right_type(name: str, value: Any) -> bool:
+    """Whether it is of the type that the parameter has. `type`, since a bool is an int to `isinstance`."""
     if name == "logit_bias":
         return isinstance(value, dict)
-    return type(value) in ((int,) if name in WHOLE else (int, float)) and -(1 << 63) <= value < 1 << 64  # NaN is not
+    if type(value) is not int and (type(value) is not float or name in INTEGERS):
+        return False
+    return MIN_NUMBER <= value < END_NUMBER  # false for NaN
+
+
+def _constraint(body: Json, output_format: Any) -> str | None:
+    """What requires constrained decoding, if anything does."""
+    form = _kind(output_format)
+    if form not in (None, "text"):
+        return f"output format {form!r}"
+    if _kind(body.get("tool_choice")) not in (None, "auto", "none"):
+        return f"tool_choice {json.dumps(body['tool_choice'])}"
+    return None
 
 
 def _kind(value: Any) -> Any:
-    return value.get("type") if isinstance(value, dict) else value
+    """The type of an option that may be an object or its type alone."""
+    if isinstance(value, dict):
+        return value.get("type")
+    return value
 
 
 def _count(body: Json, *names: str) -> int | None:
-    name = next((name for name in names if body.get(name) is not None), None)
-    if name is not None and (type(body[name]) is not int or body[name] < 1):
-        refuse(f"`{name}` is {body[name]!r}: it must be a whole number of at least 1.")
-    return body[name] if name else None
+    """The first of these options that is there."""
+    for name in names:
+        value = body.get(name)
+        if value is None:
+            continue
+        if type(value) is not int or value < 1:
+            refuse(f"`{name}` is {value!r}: it must be a whole number of at least 1.")
+        return value
+    return None
 
 
-def _callable(tool: Json) -> bool:
+# Tools ----------------------------------------------------------------------------------------------------------------
+
+
+def _tools(body: Json) -> Tools:
+    if _kind(body.get("tool_choice")) == "none":
+        return None
+    tools = [_function(tool) for tool in items(body, "tools") if _is_callable(tool)]
+    return tools or None
+
+
+def _is_callable(tool: Json) -> bool:
     """False for tools that only the protocol's own servers can run: they are not offered to the model."""
-    return tool.get("type") in (None, "function") or (tool["type"] == "custom" and "input_schema" in tool)
+    kind = tool.get("type")
+    if kind in (None, "function"):
+        return True
+    return kind == "custom" and "input_schema" in tool
 
 
 def _function(tool: Json) -> Json:
+    """A tool of any protocol as an OpenAI function schema."""
     spec = tool.get("function", tool)
-    name, schema = spec.get("name"), spec.get("parameters", spec.get("input_schema")) or {"type": "object"}
+    name = spec.get("name")
     if not isinstance(name, str) or not name:
         refuse(f"a tool has the name {name!r}: the model could not call it. Name it with a string.")
-    fits = isinstance(schema, dict) and schema.get("type", "object") == "object"
-    if not fits or not isinstance(schema.get("properties", {}), dict):
-        refuse(f"the parameters of tool {name!r} are not the JSON schema of an object: {json.dumps(schema)[:200]}")
-    described = {"description": spec["description"]} if spec.get("description") else {}
-    return {"type": "function", "function": {"name": name, **described, "parameters": schema}}
+
+    schema = spec.get("parameters", spec.get("input_schema")) or {"type": "object"}
+    if not _is_object_schema(schema):
+        shown = json.dumps(schema)[:SHOWN_SCHEMA]
+        refuse(f"the parameters of tool {name!r} are not the JSON schema of an object: {shown}")
+
+    function: Json = {"name": name}
+    if spec.get("description"):
+        function["description"] = spec["description"]
+    function["parameters"] = schema
+    return {"type": "function", "function": function}
 
 
-def openai_error(error: ChatError) -> Json:
+def _is_object_schema(schema: Any) -> bool:
+    if not isinstance(schema, dict) or schema.get("type", "object") != "object":
+        return False
+    return isinstance(schema.get("properties", {}), dict)
+
+
+# Errors ---------------------------------------------------------------------------------------------------------------
+
+
+def openai_error(refusal: ChatError) -> Json:
     """The error object of both OpenAI protocols."""
-    kind = "server_error" if error.status >= 500 else "invalid_request_error"
-    long = "This model's maximum context length is exceeded: " * (error.code == "context_length_exceeded")
-    return {"error": {"message": long + error.message, "type": kind, "param": None, "code": error.code}}
+    kind = "invalid_request_error"
+    if refusal.status >= 500:
+        kind = "server_error"
+    text = refusal.message
+    if refusal.code == "context_length_exceeded":
+        text = f"This model's maximum context length is exceeded: {text}"
+    return {
+        "error": {
+            "message": text,
+            "type": kind,
+            "param": None,
+            "code": refusal.code,
+        }
+    }
