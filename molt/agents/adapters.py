@@ -12,15 +12,15 @@ of a task, which all rollouts of its group share; a third argument starts elsewh
 * verifiers: a taskset of `verifiers.v1` whose tasks take one answer and are judged without tools or a container.
 """
 
+import argparse
 import asyncio
 import importlib
 import inspect
-import itertools
 import json
 import re
-import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from types import ModuleType
 from typing import Any
@@ -30,29 +30,29 @@ from molt.errors import AgentError, did_you_mean
 
 INTEGER = re.compile(r"(?<![\d.])(?:(?<!\w)-)?\d{1,18}(?!\.?\d)")
 COLOUR = re.compile(r"\x1b\[([\d;]*)m")
-HOW = "Give the final answer between <answer> and </answer>."
+ANSWER_FORMAT = "Give the final answer between <answer> and </answer>."
 
 
 def adapter(agent_path: str) -> Callable[[], Env]:
     """What makes the `Env` of `KIND:NAME`. Raises AgentError: no package, no such name, or it does not fit."""
     kind, _, name = agent_path.partition(":")
-    module, make = ADAPTERS[kind]
+    library = ADAPTERS[kind]
     try:
-        package = importlib.import_module(module)
+        package = importlib.import_module(library.module)
     except ImportError as error:
         raise AgentError(
-            f"`train.agent_path` (={agent_path}): {module} cannot be imported ({error}), so no episode could start. "
-            f"Run: pip install {kind.replace('_', '-')}"
+            f"`train.agent_path` (={agent_path}): {library.module} cannot be imported ({error}), so no episode could "
+            f"start. Run: pip install {kind.replace('_', '-')}"
         ) from error
     try:
-        return make(package, name)
+        return library.adapt(package, name)
     except Exception as error:  # the library may raise anything
         raise AgentError(
             f"`train.agent_path` (={agent_path}): {str(error).rstrip('.')}. No episode could start. Give another name."
         ) from error
 
 
-def _number(state: dict[str, Any]) -> int:
+def _task_number(state: dict[str, Any]) -> int:
     """The label: the number of the task."""
     try:
         return int(state["label"])
@@ -63,48 +63,63 @@ def _number(state: dict[str, Any]) -> int:
         ) from None
 
 
-def _with(state: dict[str, Any], text: str) -> dict[str, Any]:
+def _with_text(state: dict[str, Any], text: str) -> dict[str, Any]:
     """The state with `text` after the row's prompt."""
     prompt = state["prompt"]
     if isinstance(prompt, str):
-        return state | {"prompt": f"{prompt}\n\n{text}"}
-    last = prompt[-1]
-    return state | {"prompt": [*prompt[:-1], last | {"content": f"{last['content']}\n\n{text}"}]}
+        return {**state, "prompt": f"{prompt}\n\n{text}"}
+    last = {**prompt[-1], "content": f"{prompt[-1]['content']}\n\n{text}"}
+    return {**state, "prompt": [*prompt[:-1], last]}
 
 
 class GymnasiumEnv(Env):
-    def __init__(self, make: Callable[[], Any], discrete: type):
-        self._make, self._discrete = make, discrete
-        self._env, self._invalid = None, 0
+    """One episode of a Gymnasium environment."""
 
-    async def reset(self, state):
-        seed = _number(state)
+    def __init__(self, make: Callable[[], Any], discrete: type):
+        """make: builds the environment. discrete: the library's class of spaces of numbers."""
+        self._make = make
+        self._discrete = discrete
+        self._env: Any = None
+        """The environment, from `reset` on."""
+        self._invalid = 0
+        """Answers that were not an action."""
+
+    async def reset(self, state: dict[str, Any]) -> dict[str, Any]:
+        seed = _task_number(state)
         self._env = await asyncio.to_thread(self._make)
         space = self._env.action_space
         space.seed(seed)
-        text = self._text((await asyncio.to_thread(self._env.reset, seed=seed))[0])
+        observation, _ = await asyncio.to_thread(self._env.reset, seed=seed)
+        text = self._text(observation)
         if isinstance(space, self._discrete):
             text += f"\n\nAnswer with the number of your action, {space.start} to {space.start + space.n - 1}."
-        return _with(state, text)
+        return _with_text(state, text)
 
-    async def step(self, state):
+    async def step(self, state: dict[str, Any]) -> Result:
         action = self._action(state["action"])
         observation, reward, terminated, truncated, info = await asyncio.to_thread(self._env.step, action)
-        info = {**info, "invalid": self._invalid}
-        return Result(reward, self._text(observation), bool(terminated), bool(truncated), info)
+        return Result(
+            reward=reward,
+            observation=self._text(observation),
+            terminated=bool(terminated),
+            truncated=bool(truncated),
+            info={**info, "invalid": self._invalid},
+        )
 
-    async def close(self):
+    async def close(self) -> None:
         if self._env is not None:
             await asyncio.to_thread(self._env.close)
 
     def _text(self, observation: Any) -> str:
-        """A highlighted part of a rendering (`ESC[41m` ... `ESC[0m`) comes in brackets."""
+        """The observation as text. A highlighted part of a rendering (`ESC[41m` ... `ESC[0m`) comes in brackets."""
         if self._env.render_mode != "ansi":
             return observation
-        return COLOUR.sub(lambda code: "[" if code[1].strip("0") else "]", self._env.render()).strip()
+        return COLOUR.sub(_bracket, self._env.render()).strip()
 
     def _action(self, answer: str) -> Any:
-        space, action = self._env.action_space, answer.strip()
+        """The action that the answer names, or a random one."""
+        space = self._env.action_space
+        action = answer.strip()
         if isinstance(space, self._discrete):
             numbers = INTEGER.findall(answer)
             action = int(numbers[-1]) if numbers else None
@@ -114,39 +129,61 @@ class GymnasiumEnv(Env):
         return space.sample()
 
 
+def _bracket(code: re.Match[str]) -> str:
+    """An opening bracket for an escape sequence that sets a colour, a closing one for a reset."""
+    sets_colour = code[1].strip("0") != ""
+    return "[" if sets_colour else "]"
+
+
 def _gymnasium(gymnasium: ModuleType, name: str) -> Callable[[], Env]:
-    spaces, env = gymnasium.spaces, gymnasium.make(name)
-    seen, done, modes = env.observation_space, env.action_space, env.metadata.get("render_modes") or []
+    spaces = gymnasium.spaces
+    env = gymnasium.make(name)
+    observations = env.observation_space
+    actions = env.action_space
+    render_modes = env.metadata.get("render_modes") or []
     env.close()
-    if not isinstance(seen, spaces.Text) and "ansi" not in modes:
-        raise ValueError(f"its observations are {seen}, but the model reads text and there is no `ansi` rendering")
-    if not isinstance(done, spaces.Text | spaces.Discrete):
-        raise ValueError(f"its actions are {done}, but the model can only give a Text or the number of a Discrete one")
-    rendered = {} if isinstance(seen, spaces.Text) else {"render_mode": "ansi"}
-    make = partial(gymnasium.make, name, disable_env_checker=True, **rendered)
+
+    reads_text = isinstance(observations, spaces.Text)
+    if not reads_text and "ansi" not in render_modes:
+        raise ValueError(
+            f"its observations are {observations}, but the model reads text and there is no `ansi` rendering"
+        )
+    if not isinstance(actions, spaces.Text | spaces.Discrete):
+        raise ValueError(
+            f"its actions are {actions}, but the model can only give a Text or the number of a Discrete one"
+        )
+    make = partial(gymnasium.make, name, disable_env_checker=True)
+    if not reads_text:
+        make = partial(make, render_mode="ansi")
     return partial(GymnasiumEnv, make, spaces.Discrete)
 
 
 class ReasoningGymEnv(Env):
+    """One task of a reasoning_gym dataset."""
+
     lock = threading.Lock()
     """The library promises nothing about threads."""
 
     def __init__(self, dataset: Callable[[int], Any], extract: Callable[[str], str | None]):
-        self._dataset, self._extract = dataset, extract
+        """dataset: the tasks of a seed. extract: the answer in a text."""
+        self._dataset = dataset
+        self._extract = extract
 
-    async def reset(self, state):
-        self._entry = await asyncio.to_thread(self._draw, _number(state))
-        return _with(state, f"{self._entry['question'].strip()}\n\n{HOW}")
+    async def reset(self, state: dict[str, Any]) -> dict[str, Any]:
+        self._entry = await asyncio.to_thread(self._draw, _task_number(state))
+        return _with_text(state, f"{self._entry['question'].strip()}\n\n{ANSWER_FORMAT}")
+
+    async def step(self, state: dict[str, Any]) -> Result:
+        answer = self._extract(state["action"])
+        return Result(await asyncio.to_thread(self._score, answer))
 
     def _draw(self, number: int) -> dict[str, Any]:
-        """Datasets draw entry i from seed + i, and some have only so many: entry `number` of a seed of 0."""
+        """Task `number` of seed 0, in datasets that draw entry i from seed + i and may have only so many entries."""
         with self.lock:
             size = len(self._dataset(0))
-            self._tasks = self._dataset(number // size * size)
-            return self._tasks[number % size]
-
-    async def step(self, state):
-        return Result(await asyncio.to_thread(self._score, self._extract(state["action"])))
+            index = number % size
+            self._tasks = self._dataset(number - index)
+            return self._tasks[index]
 
     def _score(self, answer: str | None) -> float:
         with self.lock:
@@ -157,85 +194,168 @@ def _reasoning_gym(library: ModuleType, name: str) -> Callable[[], Env]:
     known = library.factory.DATASETS
     if name not in known:
         raise ValueError(f"there is no dataset {name!r}.{did_you_mean(name, known)}")
-    dataset = lru_cache(64)(lambda seed: library.create_dataset(name, seed=seed))
+
+    @lru_cache(64)
+    def dataset(seed: int) -> Any:
+        return library.create_dataset(name, seed=seed)
+
     dataset(0)
     return partial(ReasoningGymEnv, dataset, library.utils.extract_answer)
 
 
 class VerifiersEnv(Env):
-    def __init__(self, vf: ModuleType, task: Callable[[int], Any]):
-        self._vf, self._draw = vf, task
+    """One task of a verifiers taskset."""
 
-    async def reset(self, state):
-        self._task = self._draw(_number(state))
-        data, vf = self._task.data, self._vf
-        prompt = [vf.UserMessage(content=data.prompt)] if isinstance(data.prompt, str) else data.prompt
-        system = [vf.SystemMessage(content=data.system_prompt)] if data.system_prompt else []
-        self._messages = [*system, *prompt]
+    def __init__(self, vf: ModuleType, draw: Callable[[int], Any]):
+        """draw: the task of a number."""
+        self._vf = vf
+        self._draw = draw
+
+    async def reset(self, state: dict[str, Any]) -> dict[str, Any]:
+        self._task = self._draw(_task_number(state))
+        self._messages = self._first_messages()
         shown = [message.model_dump(exclude_none=True) for message in self._messages]
         if isinstance(state["prompt"], str):
-            return state | {"prompt": "\n\n".join(message["content"] for message in shown)}
-        return state | {"prompt": shown}
+            return {**state, "prompt": "\n\n".join(message["content"] for message in shown)}
+        return {**state, "prompt": shown}
 
-    async def step(self, state):
-        vf, task = self._vf, self._task
-        reasoning, _, content = state["action"].rpartition("</think>")
-        reasoning = reasoning.removeprefix("<think>").strip() or None
-        answer = vf.AssistantMessage(content=content.strip(), reasoning_content=reasoning)
+    async def step(self, state: dict[str, Any]) -> Result:
+        trace = self._trace(state["action"], state["finish_reason"])
+        await self._task.score(trace)
+
+        info = {}
+        for name, value in trace.metrics.items():
+            if value is not None:
+                info[name] = value
+        for name, reward in trace.rewards.items():
+            info[name] = reward.score
+        return Result(trace.reward, info=info)
+
+    def _first_messages(self) -> list[Any]:
+        data = self._task.data
+        messages = []
+        if data.system_prompt:
+            messages.append(self._vf.SystemMessage(content=data.system_prompt))
+        if isinstance(data.prompt, str):
+            messages.append(self._vf.UserMessage(content=data.prompt))
+        else:
+            messages.extend(data.prompt)
+        return messages
+
+    def _trace(self, action: str, finish_reason: str) -> Any:
+        """The finished conversation as the library's judges read it."""
+        vf = self._vf
+        task = self._task
+        reasoning, _, content = action.rpartition("</think>")
+        answer = vf.AssistantMessage(
+            content=content.strip(),
+            reasoning_content=reasoning.removeprefix("<think>").strip() or None,
+        )
         trace = vf.Trace(
             task=vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),
             agent=vf.AgentInfo(config=vf.AgentConfig()),
             state=vf.state.state_cls(type(task))(),
-            calls=[vf.ModelCall(node=len(self._messages), finish_reason=state["finish_reason"])],
+            calls=[vf.ModelCall(node=len(self._messages), finish_reason=finish_reason)],
         )
-        for i, message in enumerate([*self._messages, answer]):
-            trace.nodes.append(vf.MessageNode(parent=i - 1 if i else None, message=message, sampled=message is answer))
-        trace.ok = trace.is_completed = True
-        await task.score(trace)
-        info = {name: value for name, value in trace.metrics.items() if value is not None}
-        return Result(trace.reward, info={**info, **{name: reward.score for name, reward in trace.rewards.items()}})
+        parent = None
+        for index, message in enumerate([*self._messages, answer]):
+            trace.nodes.append(vf.MessageNode(parent=parent, message=message, sampled=message is answer))
+            parent = index
+        trace.is_completed = True
+        trace.ok = True
+        return trace
+
+
+class VerifiersTasks:
+    """The tasks of a taskset, read as far as they were needed."""
+
+    def __init__(self, name: str, taskset: Any):
+        self._name = name
+        self._source: Iterator[Any] = iter(taskset)
+        self._tasks: list[Any] = []
+
+    def __call__(self, number: int) -> Any:
+        """Raises `AgentError` if there are not so many."""
+        while len(self._tasks) <= number:
+            try:
+                self._tasks.append(next(self._source))
+            except StopIteration:
+                break
+        if not 0 <= number < len(self._tasks):
+            last = len(self._tasks) - 1
+            raise AgentError(f"label (={number}): verifiers:{self._name} has no such task. Use 0 to {last}.")
+        return self._tasks[number]
 
 
 def _verifiers(vf: ModuleType, name: str) -> Callable[[], Env]:
     taskset = vf.load_taskset(vf.taskset_config_type(name)(id=name))
-    source, tasks = iter(taskset), []
-
-    def task(number: int) -> Any:
-        tasks.extend(itertools.islice(source, max(0, number + 1 - len(tasks))))
-        if not 0 <= number < len(tasks):
-            raise AgentError(f"label (={number}): verifiers:{name} has no such task. Use 0 to {len(tasks) - 1}.")
-        return tasks[number]
-
-    if unfit := _unfit(vf, name, taskset, task(0)):
-        raise ValueError(f"its tasks need {unfit}, but here one answer is judged by itself")
-    return partial(VerifiersEnv, vf, task)
+    tasks = VerifiersTasks(name, taskset)
+    unmet = _unmet_needs(vf, name, taskset, tasks(0))
+    if unmet:
+        raise ValueError(f"its tasks need {', '.join(unmet)}, but here one answer is judged by itself")
+    return partial(VerifiersEnv, vf, tasks)
 
 
-def _unfit(vf: ModuleType, name: str, taskset: Any, task: Any) -> str:
-    """What a task needs besides one answer, or nothing."""
-    kind, prompt = type(task), task.data.prompt
+def _unmet_needs(vf: ModuleType, name: str, taskset: Any, task: Any) -> list[str]:
+    """What a task needs besides one answer."""
+    kind = type(task)
+    unmet = []
+    if vf.environment_class(name) is not vf.SingleAgentEnv:
+        unmet.append("an Env of their own")
+    if kind.toolsets(task.config) or type(taskset).toolsets(taskset.config):
+        unmet.append("tools")
+    if kind.NEEDS_CONTAINER or task.data.image:
+        unmet.append("a container")
+    if _needs_runtime(vf, task):
+        unmet.append("a runtime")
+    if not _is_text(task.data.prompt):
+        unmet.append("more than a text")
+    return unmet
+
+
+def _needs_runtime(vf: ModuleType, task: Any) -> bool:
+    kind = type(task)
+    if kind.setup is not vf.Task.setup or kind.finalize is not vf.Task.finalize:
+        return True
     hooks = [*task.hooks("reward"), *task.hooks("metric")]
-    own = kind.setup is not vf.Task.setup or kind.finalize is not vf.Task.finalize
-    needs = {
-        "an Env of their own": vf.environment_class(name) is not vf.SingleAgentEnv,
-        "tools": kind.toolsets(task.config) or type(taskset).toolsets(taskset.config),
-        "a container": kind.NEEDS_CONTAINER or task.data.image,
-        "a runtime": own or any("runtime" in inspect.signature(hook).parameters for hook in hooks),
-        "more than a text": not isinstance(prompt, str)
-        and not (prompt and all(type(m.content) is str for m in prompt)),
-    }
-    return ", ".join(what for what, needed in needs.items() if needed)
+    return any("runtime" in inspect.signature(hook).parameters for hook in hooks)
 
 
-ADAPTERS: dict[str, tuple[str, Callable[[ModuleType, str], Callable[[], Env]]]] = {
-    "gymnasium": ("gymnasium", _gymnasium),
-    "reasoning_gym": ("reasoning_gym", _reasoning_gym),
-    "verifiers": ("verifiers.v1", _verifiers),
+def _is_text(prompt: Any) -> bool:
+    """Whether a prompt is a string, or messages with a string each."""
+    if isinstance(prompt, str):
+        return True
+    return bool(prompt) and all(type(message.content) is str for message in prompt)
+
+
+@dataclass(frozen=True)
+class Library:
+    """A library of environments."""
+
+    module: str
+    adapt: Callable[[ModuleType, str], Callable[[], Env]]
+    """`(module, name)`: what makes the `Env`. Raises anything if the name is unknown or does not fit."""
+
+
+ADAPTERS = {
+    "gymnasium": Library("gymnasium", _gymnasium),
+    "reasoning_gym": Library("reasoning_gym", _reasoning_gym),
+    "verifiers": Library("verifiers.v1", _verifiers),
 }
 
 
-if __name__ == "__main__":
-    path, count, first = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 0
-    adapter(path)
+def write_rows(agent_path: str, count: int, first: int) -> None:
+    """Print the rows of tasks `first` to `first + count - 1`, a JSON object a line. Raises as `adapter` does."""
+    adapter(agent_path)
+    name = agent_path.partition(":")[2]
     for number in range(first, first + count):
-        print(json.dumps({"input": f"{path.partition(':')[2]}:", "label": number}))
+        print(json.dumps({"input": f"{name}:", "label": number}))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="molt.agents.adapters", description="Write a dataset of numbered tasks.")
+    parser.add_argument("agent_path", help="KIND:NAME, as --train.agent_path takes it")
+    parser.add_argument("count", type=int, help="how many tasks")
+    parser.add_argument("first", type=int, nargs="?", default=0, help="the number of the first one")
+    arguments = parser.parse_args()
+    write_rows(arguments.agent_path, arguments.count, arguments.first)

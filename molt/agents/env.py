@@ -33,34 +33,45 @@ class Result:
     """For the next turn: `max_new_tokens`. Temperature and the like would break the importance ratio."""
 
     def __post_init__(self):
-        for name in ("reward", "score"):
-            value = getattr(self, name)
-            if name == "score" and value is None:
-                continue
-            try:
-                math.isfinite(value)  # refuses text, which float() would read
-            except (TypeError, ValueError, RuntimeError):
-                raise AgentError(
-                    f"Result.{name} (={value!r}) is not a number: nothing could be learned from it. Return a float."
-                ) from None
-        said = self.observation if isinstance(self.observation, list) else [self.observation]
-        if not all(isinstance(text, str) for text in said):
-            raise AgentError(
-                f"Result.observation is {self.observation!r:.80}: the framework renders text. Return the content of "
-                "the next message as a string, or after tool calls a list of strings."
-            )
-        unknown = set(self.sampling_params or {}) - _SAMPLING_KEYS
-        if unknown:
-            raise AgentError(
-                f"Result.sampling_params has {sorted(unknown)}: only {sorted(_SAMPLING_KEYS)} can change within an "
-                "episode, anything else would make the sampled log-probs those of another distribution. Remove it."
-            )
-        budget = (self.sampling_params or {}).get("max_new_tokens", 1)
-        if not isinstance(budget, int) or budget < 1:
-            raise AgentError(
-                f"Result.sampling_params max_new_tokens (={budget!r}): the model could not answer the next turn. "
-                "Use an integer >= 1, or end the episode."
-            )
+        _require_number("reward", self.reward)
+        if self.score is not None:
+            _require_number("score", self.score)
+        _require_text(self.observation)
+        if self.sampling_params is not None:
+            _require_sampling(self.sampling_params)
+
+
+def _require_number(name: str, value: object) -> None:
+    try:
+        math.isfinite(value)  # pyright: ignore[reportArgumentType]  # refuses text, which float() would read
+    except (TypeError, ValueError, RuntimeError):
+        raise AgentError(
+            f"Result.{name} (={value!r}) is not a number: nothing could be learned from it. Return a float."
+        ) from None
+
+
+def _require_text(observation: object) -> None:
+    texts = observation if isinstance(observation, list) else [observation]
+    if not all(isinstance(text, str) for text in texts):
+        raise AgentError(
+            f"Result.observation is {observation!r:.80}: the framework renders text. Return the content of the next "
+            "message as a string, or after tool calls a list of strings."
+        )
+
+
+def _require_sampling(params: dict[str, Any]) -> None:
+    unknown = set(params) - _SAMPLING_KEYS
+    if unknown:
+        raise AgentError(
+            f"Result.sampling_params has {sorted(unknown)}: only {sorted(_SAMPLING_KEYS)} can change within an "
+            "episode, anything else would make the sampled log-probs those of another distribution. Remove it."
+        )
+    limit = params.get("max_new_tokens", 1)
+    if not isinstance(limit, int) or limit < 1:
+        raise AgentError(
+            f"Result.sampling_params max_new_tokens (={limit!r}): the model could not answer the next turn. "
+            "Use an integer >= 1, or end the episode."
+        )
 
 
 class Env:
@@ -70,13 +81,13 @@ class Env:
 
     * `prompt`: list of chat messages, or text; what `reset` leaves there is what the model sees first
     * `label`, `data_source`: from the dataset row
-    * `seed`: an integer of this rollout's own
+    * `seed`: an integer that no other rollout has
     * `judge_url`: with `StepEnvRunner(..., judge=True)`, the engines for a reward function; recorded nowhere
     * `turn`: number of the model call, from 0
     * `action`: the text the model answered in this turn
     * `finish_reason`: `stop`, or `length` when the answer was cut
     * `tool_calls`, `malformed_calls`, `content`: where tools are offered, the calls of this turn as `{"name",
-      "arguments"}`, the texts of those that cannot be read, and what else it said
+      "arguments"}`, the texts of those that cannot be read, and the rest of the answer
     """
 
     async def reset(self, state: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,9 @@
 """From `--train.agent_path` to a runner."""
 
 import importlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeGuard
 
 from molt.agents.chat_runner import ChatAgentRunner
 from molt.agents.step_runner import StepEnvRunner
@@ -16,7 +18,9 @@ Runner = StepEnvRunner | ChatAgentRunner
 
 def resolved(agent_path: str) -> str:
     """The agent path for a process that runs in another directory."""
-    return agent_path if agent_path.partition(":")[0] in LIBRARIES else str(Path(agent_path).resolve())
+    if _names_library(agent_path):
+        return agent_path
+    return str(Path(agent_path).resolve())
 
 
 def load_runner(agent_path: str) -> Runner:
@@ -24,8 +28,10 @@ def load_runner(agent_path: str) -> Runner:
 
     Raises `AgentError` with what is wrong and the fix.
     """
-    if agent_path.partition(":")[0] in LIBRARIES:  # by name, for most runs have no use for the adapters
-        return StepEnvRunner(importlib.import_module(".adapters", __package__).adapter(agent_path))
+    if _names_library(agent_path):
+        adapters = importlib.import_module(".adapters", __package__)  # by name: most runs have no use for it
+        return StepEnvRunner(adapters.adapter(agent_path))
+
     module = load_module(agent_path, "train.agent_path", AgentError)
     runner_class = getattr(module, "AgentRunner", None)
     if runner_class is None:
@@ -35,7 +41,7 @@ def load_runner(agent_path: str) -> Runner:
             "`class AgentRunner(StepEnvRunner)` whose __init__ calls super().__init__(YourEnv), or one of "
             "ChatAgentRunner and your ChatAgent."
         )
-    if not (isinstance(runner_class, type) and issubclass(runner_class, Runner)):
+    if not _is_runner_class(runner_class):
         raise AgentError(
             f"`AgentRunner` in {agent_path} is {runner_class!r}: molt cannot drive it. Derive it from "
             "molt.agents.StepEnvRunner or molt.agents.ChatAgentRunner."
@@ -46,3 +52,12 @@ def load_runner(agent_path: str) -> Runner:
         raise AgentError(
             f"`AgentRunner` in {agent_path} cannot be built: {error!r}. No episode could start. It takes no arguments."
         ) from error
+
+
+def _names_library(agent_path: str) -> bool:
+    return agent_path.partition(":")[0] in LIBRARIES
+
+
+def _is_runner_class(exported: object) -> TypeGuard[Callable[[], Runner]]:
+    """Whether it derives from a runner; what its constructor takes is known only by calling it."""
+    return isinstance(exported, type) and issubclass(exported, StepEnvRunner | ChatAgentRunner)

@@ -1,0 +1,179 @@
+"""Dispatch, retries and replacements of runners, with handles whose answers the test gives."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+import ray
+from ray.exceptions import ActorDiedError, ObjectLostError
+
+from molt.errors import LostError
+from molt.rollout import runner_pool
+from molt.rollout.group_task import GroupResult, GroupTask
+from molt.rollout.runner_pool import RunnerPool
+from molt.rollout.watchdog import RolloutState
+from molt.types import InfraFailure, Prompt
+
+
+class Handle:
+    """Of a runner: `results` are futures in the order of the calls, `answer` is what `states` gives or raises."""
+
+    def __init__(self, name):
+        self.name = name
+        self.results = []
+        self.answer = []
+        self.killed = False
+        self.states = SimpleNamespace(remote=self._states)
+        self.ready = SimpleNamespace(remote=self._ready)
+        self.run_group = SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=self._run_group))
+
+    def _run_group(self, task):
+        loop = asyncio.get_running_loop()
+        result, samples = loop.create_future(), loop.create_future()
+        samples.set_result([])
+        self.results.append(result)
+        return result, samples
+
+    async def _states(self):
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        if self.answer is None:
+            await asyncio.sleep(60)
+        return self.answer, 0.25
+
+    async def _ready(self):
+        pass
+
+
+@pytest.fixture
+def world(monkeypatch):
+    """`world.pool(count)`; the handles it spawned, the futures it cancelled, and its events."""
+    handles, cancelled, events = [], [], []
+    monkeypatch.setattr(ray, "kill", lambda handle: setattr(handle, "killed", True))
+    monkeypatch.setattr(ray, "cancel", cancelled.append)
+
+    def spawn(name):
+        handles.append(Handle(name))
+        return handles[-1]
+
+    def pool(count, **settings):
+        settings = {"deadline_s": 5.0, "attempts": 3, "silence_s": 0.05, "max_restarts": 1} | settings
+        return RunnerPool(spawn, count, on_event=lambda kind, **fields: events.append((kind, fields)), **settings)
+
+    return SimpleNamespace(pool=pool, handles=handles, cancelled=cancelled, events=events)
+
+
+def task(position):
+    return GroupTask(Prompt(0, position, 0, None, "say"), 1, 1.0, 1.0, -1, 4)
+
+
+def state(group_id):
+    return RolloutState(group_id, 0, "runner0", "agent", 0, age_s=1.0, silent_s=1.0)
+
+
+async def started(pool, positions):
+    groups = [asyncio.create_task(pool.run_group(task(position))) for position in positions]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    return groups
+
+
+def test_a_group_goes_to_the_runner_with_the_fewest(world):
+    async def main():
+        pool = world.pool(2)
+        groups = await started(pool, range(3))
+        assert pool.in_flight == [2, 1]
+        for handle in world.handles:
+            for result in handle.results:
+                result.set_result(GroupResult([]))
+        answers = await asyncio.gather(*groups)
+        assert all(result == GroupResult([]) for result, _ in answers) and pool.in_flight == [0, 0]
+
+    asyncio.run(main())
+
+
+def test_a_group_that_is_to_be_retried_is_cancelled_and_sent_again(world):
+    async def main():
+        pool = world.pool(1)
+        (group,) = await started(pool, [4])
+        pool.again({"0:4", "0:5"})  # the other one is not in flight
+        await asyncio.sleep(0.01)
+        first, second = world.handles[0].results
+        assert world.cancelled == [first] and not world.handles[0].killed
+        second.set_result(GroupResult([]))
+        assert (await group)[0] == GroupResult([]) and pool.in_flight == [0]
+
+    asyncio.run(main())
+
+
+def test_a_runner_that_dies_is_replaced_once_for_all_its_groups(world, capsys):
+    async def main():
+        pool = world.pool(1, attempts=2)
+        groups = await started(pool, [0, 1])
+        world.handles[0].answer = [state("0:0")]
+        assert [found.group_id for found in await pool.states()] == ["0:0"] and pool.take_lag_s() == 0.25
+        for result in world.handles[0].results:
+            result.set_exception(ActorDiedError())
+        await asyncio.sleep(0.01)
+        assert world.handles[0].killed and len(world.handles) == 2 and pool.runners == world.handles[1:]
+        for result in world.handles[1].results:
+            result.set_result(GroupResult([]))
+        await asyncio.gather(*groups)
+
+    asyncio.run(main())
+    ((kind, fields),) = world.events
+    assert kind == "runner_lost" and (fields["runner"], fields["in_flight"]) == (0, 2)
+    table = capsys.readouterr().err
+    assert "0:0:0" in table and "0:1:0" in table  # also the group that the runner had not spoken of
+
+
+def test_a_runner_whose_group_does_not_end_is_replaced(world):
+    async def main():
+        pool = world.pool(1, deadline_s=0.02, attempts=1)
+        with pytest.raises(InfraFailure, match="no runner finished the group in 1 attempts"):
+            await pool.run_group(task(0))
+        assert world.handles[0].killed and "no end of a group within" in world.events[0][1]["reason"]
+
+    asyncio.run(main())
+
+
+def test_lost_samples_are_sampled_again_without_a_replacement(world):
+    async def main():
+        pool = world.pool(1)
+        (group,) = await started(pool, [0])
+        world.handles[0].results[0].set_exception(ObjectLostError("0" * 56, None, ""))
+        await asyncio.sleep(0.01)
+        world.handles[0].results[1].set_result(GroupResult([]))
+        await group
+        assert len(world.handles) == 1 and world.events == []
+
+    asyncio.run(main())
+
+
+def test_a_silent_runner_may_load_and_is_replaced_once_it_has_answered(world, monkeypatch):
+    async def main():
+        pool = world.pool(1)
+        world.handles[0].answer = None
+        assert await pool.states() == [] and len(world.handles) == 1  # it loads its agent
+        await pool.ready()
+        assert await pool.states() == [] and len(world.handles) == 2
+        assert "no answer within train.watchdog_s" in world.events[0][1]["reason"]
+        monkeypatch.setattr(runner_pool, "LOADING_S", 0.0)
+        world.handles[1].answer = None
+        with pytest.raises(LostError, match=r"replaced 1 times in a row \(train.max_restarts\)"):
+            await pool.states()
+
+    asyncio.run(main())
+
+
+def test_an_answer_resets_the_count_of_restarts(world):
+    async def main():
+        pool = world.pool(1)
+        for _ in range(3):
+            world.handles[-1].answer = ActorDiedError()
+            await pool.states()
+            world.handles[-1].answer = []
+            await pool.states()
+        assert len(world.handles) == 4
+
+    asyncio.run(main())
