@@ -35,7 +35,7 @@ from molt.rollout.runner_worker import RunnerSettings, RunnerWorker, longest_s
 from molt.train.critic import Critic, CriticSettings
 from molt.train.policy import Policy, PolicySettings
 from molt.train.policy_worker import CriticWorker, PolicyRanks, PolicyWorker, ReferenceWorker
-from molt.train.rank_worker import Ranks, ScoreRefs
+from molt.train.rank_worker import Ranks, TokenArrayRefs
 from molt.train.reference import Reference, ReferenceSettings
 from molt.types import Metric
 
@@ -80,11 +80,11 @@ class Cluster:
     """None unless the estimator needs values."""
     runners: RunnerPool
 
-    async def score(self, plans: Callable[..., list[RankPlan]], groups: list[ray.ObjectRef]) -> ScoreRefs:
+    async def infer(self, plans: Callable[..., list[RankPlan]], groups: list[ray.ObjectRef]) -> TokenArrayRefs:
         """What reference and critic say of a training batch; `plans(ranks=...)` splits it."""
         models = {"ref_logprobs": self.reference, "values": self.critic}
         present = {name: ranks for name, ranks in models.items() if ranks}
-        found = await asyncio.gather(*(r.score(plans(ranks=len(r.workers)), groups) for r in present.values()))
+        found = await asyncio.gather(*(r.infer(plans(ranks=len(r.workers)), groups) for r in present.values()))
         return dict(zip(present, found, strict=True))
 
     async def train(self, returns: list[ray.ObjectRef], *, freeze_policy: bool) -> dict[str, Metric]:

@@ -7,7 +7,6 @@ group advantages and token weights; the arrays are fetched by the rank that trai
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from molt.algo.advantage import Estimator, GroupContext
@@ -21,8 +20,6 @@ Groups = Sequence[Sequence[RolloutInfo]]
 
 Place = tuple[int, int, int]
 """Of a sample in the training batch: its group, the rollout in the group, the segment in the rollout."""
-Scores = dict[Place, np.ndarray]
-"""One float32 `[T]` per sample: what a model says of its tokens."""
 
 
 @dataclass(frozen=True)
