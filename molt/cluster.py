@@ -37,7 +37,7 @@ from molt.spec import ProcessSpec
 from molt.train.critic import Critic
 from molt.train.policy import Policy
 from molt.train.policy_worker import CriticWorker, PolicyRanks, PolicyWorker, ReferenceWorker
-from molt.train.rank_worker import Ranks, ScoreRefs
+from molt.train.rank_worker import Ranks, TokenArrayRefs
 from molt.train.reference import Reference
 from molt.types import Metric, OnEvent
 from molt.worker_settings import critic_settings, engine_settings, policy_settings, reference_settings, runner_settings
@@ -84,14 +84,14 @@ class Cluster:
     """None unless the estimator needs values."""
     runners: RunnerPool
 
-    async def score(self, plans: Callable[..., list[RankPlan]], groups: list[ray.ObjectRef]) -> ScoreRefs:
+    async def infer(self, plans: Callable[..., list[RankPlan]], groups: list[ray.ObjectRef]) -> TokenArrayRefs:
         """Per-token values of reference and critic for a training batch; `plans(ranks=...)` splits the batch."""
         models: dict[str, Ranks] = {}
         if self.reference is not None:
             models["ref_logprobs"] = self.reference
         if self.critic is not None:
             models["values"] = self.critic
-        calls = [ranks.score(plans(ranks=len(ranks.workers)), groups) for ranks in models.values()]
+        calls = [ranks.infer(plans(ranks=len(ranks.workers)), groups) for ranks in models.values()]
         found = await asyncio.gather(*calls)
         return dict(zip(models, found, strict=True))
 

@@ -105,9 +105,9 @@ async def learn(run: Run) -> None:
         # advantage → batch: values and reference log-probs only if the advantages need them
         layout = batch_layout(config)
         plans = partial(plan_batch, rollouts, rewards=rewards, group_advantages=group_advantages, **layout)
-        scores = await cluster.score(plans, samples)
+        inferred = await cluster.infer(plans, samples)
         plan = plans(ranks=len(cluster.policy.workers), aggregation=config.actor.loss_agg_mode)
-        prepared, returns = await cluster.policy.prepare(plan, samples, scores, run.step, run.kl_coef, run.lineage)
+        prepared, returns = await cluster.policy.prepare(plan, samples, inferred, run.step, run.kl_coef, run.lineage)
 
         # batch → loss → step
         freeze_policy = run.step < config.actor.freezing_steps

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from molt.algo.advantage import Estimator, GroupContext
@@ -29,10 +28,6 @@ class Place(NamedTuple):
     """In its group."""
     segment: int
     """In its rollout."""
-
-
-Scores = dict[Place, np.ndarray]
-"""One float32 [T] per sample: values or log-probs of its tokens, from a model that is not the policy."""
 
 
 @dataclass(frozen=True)

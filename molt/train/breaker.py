@@ -1,4 +1,4 @@
-"""The circuit breaker of a model that learns: when a gradient is a spike, and what is told of a skipped step.
+"""The circuit breaker of a model that learns: when a gradient is a spike, and the evidence of a skipped step.
 
 It owns no process and makes no collective: a norm is the same number on every rank, so every rank decides alike.
 """
@@ -12,7 +12,7 @@ from typing import Any
 WINDOW = 64
 """Steps that the running median looks back."""
 FEWEST = 8
-"""Norms without which a median says too little for a limit."""
+"""With fewer norms a median is no limit yet."""
 
 Evidence = dict[str, Any]
 """Of one skipped step, as JSON takes it: `optimizer_step` (from 0), `reason` (nonfinite, spike), `loss` and `norm`
@@ -30,20 +30,33 @@ class Breaker:
     @property
     def limit(self) -> float:
         """`factor * median(norms)`, infinite before there are `FEWEST`; a norm above it is a spike."""
-        return self.factor * median(self.norms) if len(self.norms) >= FEWEST else inf
+        if len(self.norms) < FEWEST:
+            return inf
+        return self.factor * median(self.norms)
 
     def add(self, norm: float) -> None:
-        """Of a step that was taken; those of skipped ones would raise the limit for the next.
+        """Remember the norm of a step that was taken; norms of skipped steps would raise the limit for the next.
 
-        0 is no gradient at all (no group had advantages), and says nothing of what a usual one is.
+        A norm of 0 means that there was no gradient (no group had advantages): it does not count.
         """
         if norm > 0:
             self.norms.append(norm)
 
 
 def merge_evidence(of_ranks: Sequence[Sequence[Evidence]]) -> list[Evidence]:
-    """By skipped step, what all ranks tell of it: the same numbers, and each the tensors and groups it has."""
-    return [
-        steps[0] | {name: sorted({item for step in steps for item in step[name]}) for name in ("tensors", "groups")}
-        for steps in zip(*of_ranks, strict=True)
-    ]
+    """The evidence of all ranks, by skipped step: the same numbers, and the tensors and groups of each rank."""
+    merged = []
+    for of_step in zip(*of_ranks, strict=True):
+        evidence = dict(of_step[0])
+        evidence["tensors"] = _union(of_step, "tensors")
+        evidence["groups"] = _union(of_step, "groups")
+        merged.append(evidence)
+    return merged
+
+
+def _union(of_ranks: Sequence[Evidence], name: str) -> list[Any]:
+    """The items that any rank has under a name, sorted."""
+    items = set()
+    for evidence in of_ranks:
+        items.update(evidence[name])
+    return sorted(items)

@@ -7,17 +7,22 @@ from torch import Tensor, nn
 
 from molt.algo.value import explained_variance, value_loss, variance_sums
 from molt.batch.collate import Batch, scatter
-from molt.batch.plan import RankPlan, SampleTask, Scores
+from molt.batch.plan import RankPlan, SampleTask
 from molt.config import CriticConfig, FsdpConfig, TrainConfig
 from molt.models.build import build_critic
+from molt.models.forward import ValueModel
 from molt.parallel.mesh import all_reduce_sums, init_distributed, resolve_device, seed
 from molt.report.metrics import merge
-from molt.train.score import Samples, lay_out, sample_of, score, tasks_of
+from molt.train.inference import Samples, TokenArrays, infer, lay_out, sample_of, tasks_of, values_forward
 from molt.train.trained import Trained
 from molt.types import Metric
 
-NAMES = {"train/loss": "train/value_loss", "train/grad_norm": "train/value_grad_norm", "train/lr": "train/value_lr"}
-"""Of an optimizer step, to tell them from the policy's."""
+METRIC_NAMES = {
+    "train/loss": "train/value_loss",
+    "train/grad_norm": "train/value_grad_norm",
+    "train/lr": "train/value_lr",
+}
+"""Metrics of an optimizer step, renamed to tell them from the policy's."""
 
 
 @dataclass(frozen=True)
@@ -33,62 +38,113 @@ class CriticSettings:
 
 
 @dataclass
-class MicroBatch:
+class CriticMicroBatch:
     """What the value loss of one forward/backward reads; per-token tensors are `[B, T]`."""
 
     batch: Batch
     mask: Tensor
+    """bool, the trained tokens."""
     old_values: Tensor
+    """float32, at the weights that the training batch started with."""
     returns: Tensor
+    """float32, `A + V`."""
     weights: Tensor
+    """float32, 0 where the mask is off."""
 
 
-class Critic(Trained):
+class Critic(Trained[ValueModel]):
     """Value model, optimizer and schedule of one rank. Every method but `written` is collective: all ranks call it."""
 
     def __init__(self, settings: CriticSettings, rank: int, world_size: int, address: str, port: int, local_rank: int):
         seed(settings.train.seed, deterministic=settings.train.full_determinism_enable)
-        self.settings = settings
         device = resolve_device(settings.fsdp.device, local_rank)
         mesh = init_distributed(rank, world_size, address, port, device)
-        model = build_critic(settings.critic, settings.fsdp, mesh, device, settings.max_len)
-        factor = settings.train.grad_spike_factor
-        super().__init__(model, settings.critic, settings.total_steps, device, part="critic", spike_factor=factor)
+        super().__init__(
+            build_critic(settings.critic, settings.fsdp, mesh, device, settings.max_len),
+            settings.critic,
+            settings.total_steps,
+            device,
+            part="critic",
+            spike_factor=settings.train.grad_spike_factor,
+        )
+        self.settings = settings
+        self._forget_batch()
 
-    def score(self, plan: RankPlan, samples: Samples) -> Scores:
+    def infer(self, plan: RankPlan, samples: Samples) -> TokenArrays:
         """Values of a training batch at the weights it starts with; they are kept for `train`."""
-        self.plan, self.samples = plan, samples
-        packed = self.settings.fsdp.packing_samples
-        self.values = score(lambda batch, mask: self.model(batch, needed=mask), plan, samples, packed=packed)
-        return self.values
+        self.plan = plan
+        self.samples = samples
+        forward = values_forward(self.model)
+        self.old_values = infer(forward, plan, samples, packed=self.settings.fsdp.packing_samples)
+        return self.old_values
 
-    def train(self, returns: Scores) -> dict[str, Metric]:
-        """All optimizer steps of the batch that was scored last. Returns this rank's metrics."""
-        steps = [[self._micro_batch(b, returns) if b else None for b in batches] for batches in self.plan]
-        epochs = self.settings.critic.max_epochs
-        planned = list(zip(steps, self.plan, strict=True))
-        trained = merge([self.step(step, self._loss, tasks) for _ in range(epochs) for step, tasks in planned])
+    def train(self, returns: TokenArrays) -> dict[str, Metric]:
+        """All optimizer steps of the batch that `infer` had last. Returns this rank's metrics."""
+        steps = []
+        for planned in self.plan:
+            steps.append([self._micro_batch(tasks, returns) for tasks in planned])
+
+        of_steps = []
+        for _ in range(self.settings.critic.max_epochs):
+            for micro_batches, planned in zip(steps, self.plan, strict=True):
+                of_steps.append(self.step(micro_batches, self._loss, planned))
+        metrics = {METRIC_NAMES.get(name, name): metric for name, metric in merge(of_steps).items()}
+
+        metrics["train/explained_variance"] = Metric(self._explained_variance(returns))
+        self._forget_batch()
+        return metrics
+
+    def _forget_batch(self) -> None:
+        """Free the arrays of a batch when it is trained, not when the next one is there."""
+        self.plan: RankPlan = []
+        self.samples: Samples = {}
+        self.old_values: TokenArrays = {}
+
+    def _explained_variance(self, returns: TokenArrays) -> float:
+        """How much of the returns of all ranks the values before the steps explain."""
         sums = torch.zeros(5, dtype=torch.float64)
         for task in tasks_of(self.plan):
-            pair = (torch.tensor(found[task.at]) for found in (returns, self.values))
-            sums += variance_sums(*pair, torch.tensor(sample_of(self.samples, task).mask))
+            sums += variance_sums(
+                torch.tensor(returns[task.at]),
+                torch.tensor(self.old_values[task.at]),
+                torch.tensor(sample_of(self.samples, task).mask),
+            )
         # Collective on the default group: every rank, once per training batch.
-        explained = explained_variance(all_reduce_sums(sums.to(self.device)))
-        self.plan, self.samples, self.values = [], {}, {}  # not kept until the next batch is there
-        named = {NAMES.get(name, name): metric for name, metric in trained.items()}
-        return named | {"train/explained_variance": Metric(explained)}
+        all_reduced = all_reduce_sums(sums.to(self.device))
+        return explained_variance(all_reduced)
 
-    def _micro_batch(self, tasks: list[SampleTask], returns: Scores) -> MicroBatch:
+    def _micro_batch(self, tasks: list[SampleTask], returns: TokenArrays) -> CriticMicroBatch | None:
+        """None for one that only other ranks have."""
+        if not tasks:
+            return None
         batch, mask = lay_out(tasks, self.samples, packed=self.settings.fsdp.packing_samples)
-        old, target = (scatter(batch, [found[task.at] for task in tasks]) for found in (self.values, returns))
-        weights = scatter(batch, [torch.full((n,), t.weight) for n, t in zip(batch.lengths, tasks, strict=True)]) * mask
-        return MicroBatch(batch, *(tensor.to(self.device) for tensor in (mask, old, target, weights)))
+        old_values = scatter(batch, [self.old_values[task.at] for task in tasks])
+        laid_out_returns = scatter(batch, [returns[task.at] for task in tasks])
 
-    def _loss(self, model: nn.Module, m: MicroBatch) -> tuple[Tensor, dict[str, Metric]]:
+        weights = []
+        for length, task in zip(batch.lengths, tasks, strict=True):
+            weights.append(torch.full((length,), task.weight))
+        return CriticMicroBatch(
+            batch=batch,
+            mask=mask.to(self.device),
+            old_values=old_values.to(self.device),
+            returns=laid_out_returns.to(self.device),
+            weights=(scatter(batch, weights) * mask).to(self.device),
+        )
+
+    def _loss(self, model: nn.Module, micro_batch: CriticMicroBatch) -> tuple[Tensor, dict[str, Metric]]:
         """`sum(weight * value loss)` of a micro-batch."""
-        values = model(m.batch, needed=m.mask)
+        mask = micro_batch.mask
+        values = model(micro_batch.batch, needed=mask)
         if values.isnan().any():  # the breaker skips the step, on every rank
             return values.sum(), {}
-        loss, clipped = value_loss(values, m.old_values, m.returns, clip=self.settings.critic.value_clip)
-        clip_fraction = Metric(float((clipped & m.mask).sum()), float(m.mask.sum()))
-        return (m.weights * loss).sum(), {"train/value_clip_fraction": clip_fraction}
+
+        loss, clipped = value_loss(
+            values,
+            micro_batch.old_values,
+            micro_batch.returns,
+            clip=self.settings.critic.value_clip,
+        )
+        clipped_tokens = (clipped & mask).sum()
+        clip_fraction = Metric(float(clipped_tokens), float(mask.sum()))
+        return (micro_batch.weights * loss).sum(), {"train/value_clip_fraction": clip_fraction}

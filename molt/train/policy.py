@@ -1,34 +1,34 @@
 """The policy on one rank: batch → loss → step. No Ray: a worker process calls this class.
 
 The loss of a token is the policy loss times `c`, the importance coefficient of trainer against engine; KL, entropy and
-load balance are added to it. It is blind to the estimator: an advantage arrives as one number per rollout or is
+load balance are added to it. It does not know the estimator: an advantage arrives as one number per rollout or is
 spread over a segment by a token estimator.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
-from molt.algo.advantage import whiten, whitening_sums
 from molt.algo.importance import correction
 from molt.algo.kl import kl_per_token
 from molt.algo.plugin import load_estimator, load_loss
 from molt.algo.ratio import log_ratio
 from molt.batch.collate import Batch, collate, gather, scatter
-from molt.batch.plan import Place, RankPlan, SampleTask, Scores
+from molt.batch.plan import RankPlan, SampleTask
 from molt.config import ActorConfig, AlgoConfig, FsdpConfig, TrainConfig
 from molt.models.build import build_policy
-from molt.parallel.mesh import all_reduce_sums, init_distributed, resolve_device, seed
+from molt.models.forward import PolicyModel
+from molt.parallel.mesh import init_distributed, resolve_device, seed
 from molt.publish.gather import named_full_tensors
 from molt.report.metrics import merge
 from molt.train.checkpoint import export_hf
-from molt.train.score import Samples, lay_out, logprobs_of, sample_of, score, tasks_of
+from molt.train.inference import Samples, TokenArrays, infer, lay_out, logprobs_forward, sample_of, tasks_of
+from molt.train.token_advantages import AdvantageInputs, TokenAdvantages, token_advantages
 from molt.train.trained import Trained
 from molt.types import NO_ROLLBACK, Lineage, Metric
 
@@ -50,205 +50,274 @@ class PolicySettings:
 
 
 @dataclass
-class MicroBatch:
+class PolicyMicroBatch:
     """Everything the loss of one forward/backward reads; per-token tensors are `[B, T]`."""
 
     batch: Batch
     mask: Tensor
+    """bool, the trained tokens."""
     segments: Tensor
+    """int64, which of the S samples a token belongs to."""
     advantages: Tensor
     rollout_logprobs: Tensor
     weights: Tensor
+    """float32, 0 where the mask is off."""
     shares: Tensor
-    """`[S]`, the weight of each sample as a whole."""
+    """float32 `[S]`, the weight of each sample."""
     old_logprobs: Tensor | None
     """None: this is the first optimizer step of the training batch, so old = current, detached."""
     ref_logprobs: Tensor | None
     """None: there is no KL in the loss."""
 
 
-class Policy(Trained):
+class Policy(Trained[PolicyModel]):
     """Model, optimizer and schedule of one rank. Every method but `written` is collective: all ranks call it."""
 
     def __init__(self, settings: PolicySettings, rank: int, world_size: int, address: str, port: int, local_rank: int):
         seed(settings.train.seed, deterministic=settings.train.full_determinism_enable)
-        self.settings = settings
         device = resolve_device(settings.fsdp.device, local_rank)
         mesh = init_distributed(rank, world_size, address, port, device)
-        model = build_policy(settings.actor, settings.fsdp, mesh, device, settings.max_len)
-        factor = settings.train.grad_spike_factor
-        super().__init__(model, settings.actor, settings.total_steps, device, part=".", spike_factor=factor)
+        super().__init__(
+            build_policy(settings.actor, settings.fsdp, mesh, device, settings.max_len),
+            settings.actor,
+            settings.total_steps,
+            device,
+            part=".",
+            spike_factor=settings.train.grad_spike_factor,
+        )
+        self.settings = settings
         self.estimator = load_estimator(settings.algo.advantage.estimator)
         self.loss = load_loss(settings.algo.loss or settings.actor.loss_mode)
+        self.kl_coef = 0.0
+        self.plan: RankPlan = []
+        self.steps: list[list[PolicyMicroBatch | None]] = []
+        """The micro-batches of each optimizer step of the prepared batch."""
 
     def prepare(
         self,
         plan: RankPlan,
         samples: Samples,
-        scores: dict[str, Scores],
-        step: int,
+        inferred: dict[str, TokenArrays],
+        batches_trained: int,
         kl_coef: float,
         lineage: Lineage = NO_ROLLBACK,
-    ) -> tuple[dict[str, Metric], Scores]:
+    ) -> tuple[dict[str, Metric], TokenArrays]:
         """Everything that a training batch needs before its first step; `train` takes the steps.
 
-        scores: `ref_logprobs` and `values` of this rank's samples, where somebody needs them. Returns this rank's
+        inferred: `ref_logprobs` and `values` of this rank's samples, where they are needed. Returns this rank's
         metrics (`staleness/*`, `train/kl` if it is in the reward), and the returns `A + V` that a critic learns.
         """
-        algo, self.kl_coef, self.plan, self.steps = self.settings.algo, kl_coef, plan, []
-        if algo.kl.ref == "rollout":
-            scores = scores | {"ref_logprobs": {t.at: sample_of(samples, t).logprobs for t in tasks_of(plan)}}
-        # The very first step runs at the weights of `old`; a second epoch, or a KL in the reward, needs it for all.
-        all_steps = self.settings.train.max_epochs > 1 or algo.kl_in_reward
-        forward = logprobs_of(self.model, self.settings.temperature)
-        old = score(forward, plan if all_steps else plan[1:], samples, packed=self.settings.fsdp.packing_samples)
-        metrics, advantages, returns = self._advantages(plan, samples, scores, old)
-        make = partial(self._micro_batch, samples=samples, advantages=advantages, old=old, scores=scores)
-        self.steps = [[make(tasks) if tasks else None for tasks in batches] for batches in plan]
-        return merge([metrics, _staleness(plan, samples, step, lineage)]), returns
+        self.plan = plan
+        self.steps = []  # frees those of a batch that was prepared and not trained
+        self.kl_coef = kl_coef
+        if self.settings.algo.kl.ref == "rollout":
+            inferred = inferred | {"ref_logprobs": _rollout_logprobs(plan, samples)}
+
+        old = self._old_logprobs(plan, samples)
+        advantages = self._advantages(plan, samples, inferred, old)
+        for planned in plan:
+            micro_batches = [self._micro_batch(tasks, samples, advantages, inferred, old) for tasks in planned]
+            self.steps.append(micro_batches)
+        metrics = merge([advantages.metrics, _staleness(plan, samples, batches_trained, lineage)])
+        return metrics, advantages.returns
 
     def train(self) -> dict[str, Metric]:
         """All optimizer steps of the prepared batch. Returns this rank's metrics: `train/*`, `ratio/*`."""
-        steps, self.steps = list(zip(self.steps, self.plan, strict=True)), []  # not kept until the next batch is there
-        epochs = self.settings.train.max_epochs
-        return merge([self.step(step, self._loss, planned) for _ in range(epochs) for step, planned in steps])
+        steps = self.steps
+        self.steps = []  # freed when the batch is trained, not when the next one is there
+        metrics = []
+        for _ in range(self.settings.train.max_epochs):
+            for micro_batches, planned in zip(steps, self.plan, strict=True):
+                metrics.append(self.step(micro_batches, self._loss, planned))
+        return merge(metrics)
 
     def probe(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Log-probs float32 `[T]` of given tokens at temperature 1 (entry 0 is 0): the probe's trainer side."""
-        batch = collate([np.asarray(ids) for ids in sequences], packed=self.settings.fsdp.packing_samples)
+        token_ids = [np.asarray(ids) for ids in sequences]
+        batch = collate(token_ids, packed=self.settings.fsdp.packing_samples)
         with torch.no_grad():
             logprobs, _ = self.model(batch, temperature=1.0)
-        return [values.float().cpu().numpy() for values in gather(batch, logprobs)]
+        return [of_sequence.float().cpu().numpy() for of_sequence in gather(batch, logprobs)]
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The full weights under their Hugging Face names, in the engine's dtype."""
         return named_full_tensors(self.model, self.settings.engine_dtype)
 
-    def export(self, tokenizer: Any, path: Path) -> None:
+    def export(self, tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
+        """Write the model as `from_pretrained` loads it."""
         export_hf(self.model, tokenizer, path)
 
+    def _old_logprobs(self, plan: RankPlan, samples: Samples) -> TokenArrays:
+        """Log-probs at the weights that the batch starts with, for the steps that run at other weights."""
+        # The very first step runs at the weights of `old`; a second epoch, or a KL in the reward, needs it for all.
+        needed_for_all = self.settings.train.max_epochs > 1 or self.settings.algo.kl_in_reward
+        steps = plan if needed_for_all else plan[1:]
+        forward = logprobs_forward(self.model, self.settings.temperature)
+        return infer(forward, steps, samples, packed=self.settings.fsdp.packing_samples)
+
     def _advantages(
-        self, plan: RankPlan, samples: Samples, scores: dict[str, Scores], old: Scores
-    ) -> tuple[dict[str, Metric], dict[Place, Tensor], Scores]:
-        """Metrics, per-token advantages (whitened over the whole training batch if asked), and returns."""
-        config, estimator = self.settings.algo.advantage, self.estimator
-        masks = {task.at: torch.tensor(sample_of(samples, task).mask) for task in tasks_of(plan)}
-        spread, returns, kl, count = {}, {}, 0.0, 0
-        for task in tasks_of(plan):
-            at, mask = task.at, masks[task.at]
-            if estimator.level == "group":
-                spread[at] = torch.where(mask, task.advantage, 0.0)
-                continue
-            penalty = values = torch.zeros(len(mask), dtype=torch.float64)
-            if self.settings.algo.kl_in_reward:
-                pair = (torch.tensor(found[at], dtype=torch.float64) for found in (old, scores["ref_logprobs"]))
-                setting = self.settings.algo.kl
-                from_reference = setting.ref == "rollout"
-                penalty = kl_per_token(*pair, setting.estimator, from_reference=from_reference) * mask
-                kl, count = kl + float(penalty.sum()), count + int(mask.sum())
-            if "values" in estimator.needs:
-                values = torch.tensor(scores["values"][at], dtype=torch.float64)
-            discounts = {"gamma": config.gamma, "lam": config.lam}
-            spread[at] = estimator.fn(task.reward, mask, kl=self.kl_coef * penalty, values=values, **discounts)
-            if "values" in estimator.needs:
-                returns[at] = torch.where(mask, spread[at] + values, 0.0).float().numpy()
-        metrics = {"train/kl": Metric(kl, count)} if self.settings.algo.kl_in_reward else {}
-        if estimator.whiten and not config.no_whiten:
-            sums = sum((whitening_sums(spread[at], masks[at]) for at in spread), torch.zeros(3, dtype=torch.float64))
-            # Collective on the default group: every rank, once per training batch.
-            sums = all_reduce_sums(sums.to(self.device)).cpu()
-            spread = {at: whiten(spread[at], masks[at], sums) for at in spread}
-        return metrics, spread, returns
+        self, plan: RankPlan, samples: Samples, inferred: dict[str, TokenArrays], old: TokenArrays
+    ) -> TokenAdvantages:
+        inputs = AdvantageInputs(
+            tasks=list(tasks_of(plan)),
+            samples=samples,
+            old_logprobs=old,
+            ref_logprobs=inferred.get("ref_logprobs", {}),
+            values=inferred.get("values", {}),
+        )
+        return token_advantages(self.estimator, self.settings.algo, inputs, kl_coef=self.kl_coef, device=self.device)
 
     def _micro_batch(
         self,
         tasks: list[SampleTask],
         samples: Samples,
-        advantages: dict[Place, Tensor],
-        old: Scores,
-        scores: dict[str, Scores],
-    ) -> MicroBatch:
+        advantages: TokenAdvantages,
+        inferred: dict[str, TokenArrays],
+        old: TokenArrays,
+    ) -> PolicyMicroBatch | None:
+        """None for one that only other ranks have."""
+        if not tasks:
+            return None
         batch, mask = lay_out(tasks, samples, packed=self.settings.fsdp.packing_samples)
 
-        def lay(arrays: Any) -> Tensor:
-            """By sample, or in their order, as `[B, T]` on the device."""
-            ordered = [arrays[task.at] for task in tasks] if isinstance(arrays, dict) else arrays
-            return scatter(batch, ordered).to(self.device)
+        def on_device(arrays: Sequence[np.ndarray | Tensor]) -> Tensor:
+            """One `[T]` for each task, as `[B, T]`."""
+            return scatter(batch, arrays).to(self.device)
 
-        chosen = [sample_of(samples, task) for task in tasks]
-        return MicroBatch(
+        rollout_logprobs = []
+        weights = []
+        for task in tasks:
+            sample = sample_of(samples, task)
+            rollout_logprobs.append(sample.logprobs)
+            weights.append(np.float32(task.weight) * sample.mask)
+
+        old_logprobs = None
+        if tasks[0].at in old:
+            old_logprobs = on_device([old[task.at] for task in tasks])
+        ref_logprobs = None
+        if self.settings.algo.kl.use_loss and self.kl_coef:
+            ref_logprobs = on_device([inferred["ref_logprobs"][task.at] for task in tasks])
+
+        return PolicyMicroBatch(
             batch=batch,
             mask=mask.to(self.device),
             segments=batch.segments.to(self.device),
-            advantages=lay(advantages),
-            rollout_logprobs=lay([sample.logprobs for sample in chosen]),
-            weights=lay([np.float32(task.weight) * s.mask for task, s in zip(tasks, chosen, strict=True)]),
+            advantages=on_device([advantages.advantages[task.at] for task in tasks]),
+            rollout_logprobs=on_device(rollout_logprobs),
+            weights=on_device(weights),
             shares=torch.tensor([task.share for task in tasks], device=self.device),
-            old_logprobs=lay(old) if tasks[0].at in old else None,
-            ref_logprobs=lay(scores["ref_logprobs"]) if self.settings.algo.kl.use_loss and self.kl_coef else None,
+            old_logprobs=old_logprobs,
+            ref_logprobs=ref_logprobs,
         )
 
-    def _loss(self, model: nn.Module, m: MicroBatch) -> tuple[Tensor, dict[str, Metric]]:
+    def _loss(self, model: nn.Module, micro_batch: PolicyMicroBatch) -> tuple[Tensor, dict[str, Metric]]:
         """`sum(weight * (policy * c + beta KL - entropy_coef H))`, and the load balance, of a micro-batch."""
-        actor, kl = self.settings.actor, self.settings.algo.kl
-        balance = {"balance": True} if actor.aux_loss_coef else {}
-        logprobs, entropy, *of_experts = model(m.batch, temperature=self.settings.temperature, needed=m.mask, **balance)
+        actor = self.settings.actor
+        mask = micro_batch.mask
+        balance = None
+        if actor.aux_loss_coef:
+            logprobs, entropy, balance = model(
+                micro_batch.batch, temperature=self.settings.temperature, needed=mask, balance=True
+            )
+        else:
+            logprobs, entropy = model(micro_batch.batch, temperature=self.settings.temperature, needed=mask)
         if logprobs.isnan().any():  # no ratio can be formed: the breaker skips the step, on every rank
             return logprobs.sum(), {}
-        old = logprobs.detach() if m.old_logprobs is None else m.old_logprobs
-        low, high = actor.eps_clip_low_high
-        loss, clipped = self.loss.fn(
-            logprobs, old, m.advantages, m.mask, m.segments, low=low, high=high, dual_clip=actor.dual_clip
-        )
-        coefficient, metrics = self._correction(old, m)
-        loss, count = loss * coefficient, float(m.mask.sum())
-        if m.ref_logprobs is not None:
-            per_token = kl_per_token(logprobs, m.ref_logprobs, kl.estimator, from_reference=kl.ref == "rollout")
-            loss = loss + self.kl_coef * per_token
-            metrics["train/kl"] = Metric(float((per_token.detach() * m.mask).sum()), count)
+
+        loss, metrics = self._policy_loss(logprobs, micro_batch)
+        if micro_batch.ref_logprobs is not None:
+            kl = self._kl_to(micro_batch.ref_logprobs, logprobs)
+            loss = loss + self.kl_coef * kl
+            metrics["train/kl"] = _over_tokens(kl.detach(), mask)
         if actor.entropy_coef:
             loss = loss - actor.entropy_coef * entropy
-        total = (m.weights * loss).sum()
-        if of_experts:
-            balance = (m.shares * of_experts[0]).sum()
-            total = total + actor.aux_loss_coef * balance
-            metrics["train/balance_loss"] = Metric(float(of_experts[0].detach().sum()), len(m.shares))
-        metrics |= {
-            "train/clip_fraction": Metric(float((clipped & m.mask).sum()), count),
-            "train/entropy": Metric(float((entropy.detach() * m.mask).sum()), count),
-        }
+        metrics["train/entropy"] = _over_tokens(entropy.detach(), mask)
+
+        total = (micro_batch.weights * loss).sum()
+        if balance is not None:
+            total = total + actor.aux_loss_coef * (micro_batch.shares * balance).sum()
+            metrics["train/balance_loss"] = Metric(float(balance.detach().sum()), len(micro_batch.shares))
         return total, metrics
 
-    def _correction(self, old: Tensor, m: MicroBatch) -> tuple[Tensor | float, dict[str, Metric]]:
-        """The importance coefficient of every token, and `ratio/*`."""
-        config, count, coefficient, metrics = self.settings.algo.advantage, float(m.mask.sum()), 1.0, {}
-        if config.is_correction_level != "off":
-            low, high = config.band
-            coefficient, inside = correction(
-                old,
-                m.rollout_logprobs,
-                m.mask,
-                m.segments,
-                level=config.is_correction_level,
-                mode=config.is_correction_mode,
-                gating=config.is_correction_gating,
-                low=low,
-                high=high,
-            )
-            metrics["ratio/filtered_fraction"] = Metric(float((m.mask & ~inside).sum()), count)
-        log_w = (log_ratio(old_logprobs=old, rollout_logprobs=m.rollout_logprobs) * m.mask).double()
-        return coefficient, metrics | {
-            "ratio/mean": Metric(float((log_w.exp() * m.mask).sum()), count),
-            "ratio/log_abs_mean": Metric(float(log_w.abs().sum()), count),
-            "ratio/log_abs_max": Metric(float(log_w.abs().max())),
-        }
+    def _policy_loss(self, logprobs: Tensor, micro_batch: PolicyMicroBatch) -> tuple[Tensor, dict[str, Metric]]:
+        """The policy loss of each token times its importance coefficient, `[B, T]`."""
+        actor = self.settings.actor
+        old = micro_batch.old_logprobs
+        if old is None:
+            old = logprobs.detach()
+        low, high = actor.eps_clip_low_high
+        loss, clipped = self.loss.fn(
+            logprobs,
+            old,
+            micro_batch.advantages,
+            micro_batch.mask,
+            micro_batch.segments,
+            low=low,
+            high=high,
+            dual_clip=actor.dual_clip,
+        )
+        metrics = _ratio_metrics(old, micro_batch)
+        metrics["train/clip_fraction"] = _over_tokens(clipped, micro_batch.mask)
+
+        if self.settings.algo.advantage.is_correction_level != "off":
+            coefficient, inside = self._importance(old, micro_batch)
+            loss = loss * coefficient
+            metrics["ratio/filtered_fraction"] = _over_tokens(~inside, micro_batch.mask)
+        return loss, metrics
+
+    def _importance(self, old: Tensor, micro_batch: PolicyMicroBatch) -> tuple[Tensor, Tensor]:
+        """`algo.importance.correction` of trainer against engine: the coefficient, and where it changed nothing."""
+        config = self.settings.algo.advantage
+        low, high = config.band
+        return correction(
+            old,
+            micro_batch.rollout_logprobs,
+            micro_batch.mask,
+            micro_batch.segments,
+            level=config.is_correction_level,
+            mode=config.is_correction_mode,
+            gating=config.is_correction_gating,
+            low=low,
+            high=high,
+        )
+
+    def _kl_to(self, ref_logprobs: Tensor, logprobs: Tensor) -> Tensor:
+        """The KL of each token to the reference, `[B, T]`."""
+        setting = self.settings.algo.kl
+        return kl_per_token(logprobs, ref_logprobs, setting.estimator, from_reference=setting.ref == "rollout")
 
 
-def _staleness(plan: RankPlan, samples: Samples, step: int, lineage: Lineage) -> dict[str, Metric]:
-    """In batches, per trained token: those trained before this one minus those before the token."""
-    total, count, oldest = 0, 0, 0
+def _over_tokens(values: Tensor, mask: Tensor) -> Metric:
+    """Sum of `[B, T]` over the trained tokens, and how many there are."""
+    return Metric(float((values * mask).sum()), float(mask.sum()))
+
+
+def _ratio_metrics(old: Tensor, micro_batch: PolicyMicroBatch) -> dict[str, Metric]:
+    """`ratio/*`: importance sampling ratios of trainer against engine, over the trained tokens."""
+    mask = micro_batch.mask
+    log_ratios = log_ratio(old_logprobs=old, rollout_logprobs=micro_batch.rollout_logprobs)
+    log_ratios = (log_ratios * mask).double()
+    return {
+        "ratio/mean": _over_tokens(log_ratios.exp(), mask),
+        "ratio/log_abs_mean": _over_tokens(log_ratios.abs(), mask),
+        "ratio/log_abs_max": Metric(float(log_ratios.abs().max())),
+    }
+
+
+def _rollout_logprobs(plan: RankPlan, samples: Samples) -> TokenArrays:
+    """The engine's log-probs of every planned sample."""
+    return {task.at: sample_of(samples, task).logprobs for task in tasks_of(plan)}
+
+
+def _staleness(plan: RankPlan, samples: Samples, batches_trained: int, lineage: Lineage) -> dict[str, Metric]:
+    """Per trained token, in batches: how many were trained before this batch, minus those before its weights."""
+    total = 0
+    count = 0
+    oldest = 0
     for task in tasks_of(plan):
         sample = sample_of(samples, task)
-        ages = step - lineage.steps(sample.versions[sample.mask])
-        total, count, oldest = total + int(ages.sum()), count + len(ages), max(oldest, int(ages.max()))
+        ages = batches_trained - lineage.steps(sample.versions[sample.mask])
+        total += int(ages.sum())
+        count += len(ages)
+        oldest = max(oldest, int(ages.max()))
     return {"staleness/mean": Metric(total, count), "staleness/max": Metric(oldest)}

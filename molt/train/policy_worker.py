@@ -1,6 +1,7 @@
 """Policy, critic and reference ranks as Ray actors, and all ranks of the policy as the driver sees them."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -8,45 +9,80 @@ import numpy as np
 import ray
 from ray.exceptions import RayError
 
-from molt.batch.plan import RankPlan, Scores
+from molt.batch.plan import RankPlan
 from molt.chat.render import load_tokenizer
 from molt.errors import PublicationError
 from molt.publish.transfer import build_sender
 from molt.report.metrics import merge
-from molt.train.rank_worker import Ranks, RankWorker, ScoreRefs, TrainedWorker, fetch, fetch_scores
+from molt.train.critic import Critic
+from molt.train.inference import TokenArrays
+from molt.train.policy import Policy
+from molt.train.rank_worker import (
+    GroupRefs,
+    Ranks,
+    RankWorker,
+    TokenArrayRefs,
+    TrainedWorker,
+    fetch,
+    fetch_arrays,
+    groups_of,
+)
+from molt.train.reference import Reference
 from molt.types import NO_ROLLBACK, Lineage, Metric
+
+SAVING = {"saving": 1}
+"""Ray's concurrency group of `TrainedWorker.written`: it waits beside the other methods."""
 
 
 @ray.remote
-class ReferenceWorker(RankWorker):
+class ReferenceWorker(RankWorker[Reference]):
     """One rank of the frozen reference."""
 
+    def infer(self, plan: RankPlan, groups: GroupRefs) -> tuple[None, TokenArrays]:
+        """Log-probs. groups: those that the plan needs, by index in the batch."""
+        return None, self.model.infer(plan, fetch(groups))
 
-@ray.remote(concurrency_groups={"saving": 1})
-class CriticWorker(TrainedWorker):
+
+@ray.remote(concurrency_groups=SAVING)  # pyright: ignore[reportCallIssue]  Ray's stubs do not have it
+class CriticWorker(TrainedWorker[Critic]):
     """One rank of the critic."""
 
+    def infer(self, plan: RankPlan, groups: GroupRefs) -> tuple[None, TokenArrays]:
+        """Values. groups: those that the plan needs, by index in the batch."""
+        return None, self.model.infer(plan, fetch(groups))
+
     def train(self, returns: list[ray.ObjectRef]) -> dict[str, Metric]:
-        return self.model.train(fetch_scores(returns))
+        """returns: `TokenArrays` of each policy rank."""
+        return self.model.train(fetch_arrays(returns))
 
 
-@ray.remote(concurrency_groups={"saving": 1})
-class PolicyWorker(TrainedWorker):
+@ray.remote(concurrency_groups=SAVING)  # pyright: ignore[reportCallIssue]  Ray's stubs do not have it
+class PolicyWorker(TrainedWorker[Policy]):
     """One rank of the policy."""
 
     def connect(self, engines: Sequence[Any], backend: str, engine_workers: int, timeout_s: float) -> None:
         """Meet the engines."""
-        client = RayEngineClient(engines, timeout_s)
         self.sender = build_sender(
-            backend, client=client, source=self.model.named_tensors, rank=self.rank, engine_workers=engine_workers
+            backend,
+            client=RayEngineClient(engines, timeout_s),
+            source=self.model.named_tensors,
+            rank=self.rank,
+            engine_workers=engine_workers,
         )
 
     def prepare(
-        self, plan: RankPlan, groups: dict[int, ray.ObjectRef], scores: ScoreRefs, *moment: Any
-    ) -> tuple[dict[str, Metric], Scores]:
-        """moment: step, coefficient of the KL, lineage."""
-        found = {name: fetch_scores(refs) for name, refs in scores.items()}
-        return self.model.prepare(plan, fetch(groups), found, *moment)
+        self,
+        plan: RankPlan,
+        groups: GroupRefs,
+        inferred: TokenArrayRefs,
+        batches_trained: int,
+        kl_coef: float,
+        lineage: Lineage,
+    ) -> tuple[dict[str, Metric], TokenArrays]:
+        """As `Policy.prepare`."""
+        samples = fetch(groups)
+        arrays = {name: fetch_arrays(refs) for name, refs in inferred.items()}
+        return self.model.prepare(plan, samples, arrays, batches_trained, kl_coef, lineage)
 
     def train(self) -> dict[str, Metric]:
         return self.model.train()
@@ -58,6 +94,7 @@ class PolicyWorker(TrainedWorker):
         return self.model.probe(sequences)
 
     def export(self, model: str, chat_template: str | None, path: Path) -> None:
+        """model: whose tokenizer is written beside the weights."""
         self.model.export(load_tokenizer(model, chat_template), path)
 
 
@@ -65,7 +102,8 @@ class RayEngineClient:
     """vLLM's `VLLMWeightSyncClient` over engine actors, with a deadline on every call."""
 
     def __init__(self, engines: Sequence[Any], timeout_s: float):
-        self.engines, self.timeout_s = engines, timeout_s
+        self.engines = engines
+        self.timeout_s = timeout_s
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._wait([engine.init_weight_transfer_engine.remote(init_info) for engine in self.engines])
@@ -73,7 +111,7 @@ class RayEngineClient:
     def start_weight_update(self) -> None:
         self._wait([engine.start_weight_update.remote() for engine in self.engines])
 
-    def update_weights(self, update_info: dict[str, Any]) -> None:
+    def update_weights(self, update_info: Any) -> None:
         self._wait([engine.update_weights.remote(update_info) for engine in self.engines])
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
@@ -83,46 +121,76 @@ class RayEngineClient:
         try:
             ray.get(calls, timeout=self.timeout_s)
         except RayError as error:
+            last_line = str(error).strip().splitlines()[-1]
             raise PublicationError(
                 f"an engine is dead, or did not take the weights within {self.timeout_s:.0f} s. If this stops the run, "
-                "mend what its output says, then resume with --ckpt.load_enable. It said: "
-                f"{str(error).strip().splitlines()[-1]}"
+                f"fix what its output says, then resume with --ckpt.load_enable. Its error: {last_line}"
             ) from error
+
+
+@dataclass(frozen=True)
+class EngineLink:
+    """How the policy reaches the engines."""
+
+    engines: list[Any]
+    """The Ray actor of each."""
+    backend: str
+    """Of `molt.publish.transfer`."""
+    workers_per_engine: int
+    timeout_s: float
+    """For one call to an engine."""
 
 
 class PolicyRanks(Ranks):
     """All ranks of the policy."""
 
+    link: EngineLink
+
     def meeting(self, engines: Sequence[Any], backend: str, workers_per_engine: int, timeout_s: float) -> None:
-        """Whom `connect` lets them meet."""
-        self.engines, self.backend = list(engines), backend
-        self.workers_per_engine, self.publication_s = workers_per_engine, timeout_s
+        """Say which engines `connect` may meet, and how."""
+        self.link = EngineLink(list(engines), backend, workers_per_engine, timeout_s)
 
     async def connect(self, engines: Sequence[int]) -> None:
         """Meet these engines, and publish to them from now on."""
-        handles = [self.engines[index] for index in engines]
-        world = len(handles) * self.workers_per_engine
-        await self.all([w.connect.remote(handles, self.backend, world, self.publication_s) for w in self.workers])
+        link = self.link
+        handles = [link.engines[index] for index in engines]
+        engine_workers = len(handles) * link.workers_per_engine
+        calls = []
+        for worker in self.workers:
+            calls.append(worker.connect.remote(handles, link.backend, engine_workers, link.timeout_s))
+        await self.all(calls)
 
     async def prepare(
         self,
         plans: Sequence[RankPlan],
         groups: Sequence[ray.ObjectRef],
-        scores: ScoreRefs,
-        step: int,
+        inferred: TokenArrayRefs,
+        batches_trained: int,
         kl_coef: float,
         lineage: Lineage = NO_ROLLBACK,
     ) -> tuple[dict[str, Metric], list[ray.ObjectRef]]:
-        """Everything that a batch needs before its first step: the metrics of all ranks, and what a critic learns."""
-        moment = step, kl_coef, lineage
-        per_rank, returns = await self.both(lambda worker: worker.prepare, plans, groups, scores, *moment)
-        return merge(per_rank), returns
+        """Everything that a batch needs before its first step.
+
+        inferred: reference log-probs and values, where they are needed. Returns the metrics of all ranks, and the
+        returns that a critic learns, one `TokenArrays` of each rank.
+        """
+        calls = []
+        for worker, plan in zip(self.workers, plans, strict=True):
+            prepare = worker.prepare.options(num_returns=2)
+            calls.append(prepare.remote(plan, groups_of(plan, groups), inferred, batches_trained, kl_coef, lineage))
+        metrics, returns = await self.light_and_heavy(calls)
+        return merge(metrics), returns
 
     async def send_weights(self) -> dict[str, int]:
-        return (await self.all([w.send_weights.remote() for w in self.workers]))[0]
+        """All ranks gather; the first one sends and answers with the checksum of every tensor."""
+        checksums, *_ = await self.all([worker.send_weights.remote() for worker in self.workers])
+        return checksums
 
     async def probe(self, sequences: list[list[int]]) -> list[np.ndarray]:
-        return (await self.all([w.probe.remote(sequences) for w in self.workers]))[0]
+        """As `Policy.probe`; every rank computes the same."""
+        logprobs, *_ = await self.all([worker.probe.remote(sequences) for worker in self.workers])
+        return logprobs
 
     async def export(self, model: str, chat_template: str | None, path: Path) -> None:
-        await self.all([w.export.remote(model, chat_template, path) for w in self.workers])
+        """All ranks gather; the first one writes a directory for `from_pretrained`."""
+        await self.all([worker.export.remote(model, chat_template, path) for worker in self.workers])

@@ -1,59 +1,67 @@
 """What the ranks of policy, critic and reference have in common: as Ray actors, and together as the driver sees them.
 
-Heavy per-token arrays (`Scores`) go from rank to rank by reference: a method returns them as its second value.
+Heavy per-token arrays (`TokenArrays`) go from rank to rank by reference: a method returns them as its second value.
 """
 
 import asyncio
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
-from molt.batch.plan import RankPlan, Scores
+from molt.batch.plan import RankPlan
 from molt.errors import MoltError, RankLostError
 from molt.report.metrics import merge
 from molt.train.breaker import Evidence, merge_evidence
-from molt.train.critic import Critic
-from molt.train.policy import Policy
-from molt.train.reference import Reference
-from molt.train.score import Samples
+from molt.train.inference import Samples, TokenArrays, tasks_of
+from molt.train.trained import Trained
 from molt.types import Metric
 
-ScoreRefs = dict[str, list[ray.ObjectRef]]
-"""By name, one `Scores` of each rank that made them."""
+TokenArrayRefs = dict[str, list[ray.ObjectRef]]
+"""By name (`ref_logprobs`, `values`), one `TokenArrays` of each rank that made them."""
+GroupRefs = dict[int, ray.ObjectRef]
+"""Samples of groups, `list[list[Sample]]` by rollout and segment, by index in the batch."""
+ModelT = TypeVar("ModelT")
+TrainedT = TypeVar("TrainedT", bound=Trained[Any])
 
-
-DEAD = RayActorError, OutOfMemoryError
+DEAD = (RayActorError, OutOfMemoryError)
 """What a call on a rank raises that is gone; Ray kills one itself when its node runs out of memory."""
 PEER_S = 5.0
 """For a death to be known after a rank failed for it."""
 
 
-class RankWorker:
+class RankWorker(Generic[ModelT]):
     """One rank. Methods run one after another, in the order the driver calls them."""
 
+    model: ModelT
+    rank: int
+
     def address(self) -> tuple[str, int]:
-        """A host and free port where the ranks can meet; asked of rank 0."""
+        """A host and free port where the ranks can meet; the driver calls it on rank 0."""
         with socket.socket() as probe:
             probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+            port = probe.getsockname()[1]
+        return ray.util.get_node_ip_address(), port
 
     def start(
-        self, model: Callable[..., Policy | Critic | Reference], settings: Any, rank: int, world_size: int, *meet: Any
+        self,
+        build: Callable[..., ModelT],
+        settings: Any,
+        rank: int,
+        world_size: int,
+        address: str,
+        port: int,
+        local_rank: int,
     ) -> None:
-        """Build the model; returns when all ranks have. meet: address, port, local rank."""
-        self.model = model(settings, rank, world_size, *meet)
+        """Build the model; returns when all ranks have. settings: what `build` takes first."""
+        self.model = build(settings, rank, world_size, address, port, local_rank)
         self.rank = rank
 
-    def score(self, plan: RankPlan, groups: dict[int, ray.ObjectRef]) -> tuple[None, Scores]:
-        """`groups` holds the references this rank's plan needs, by index in the batch."""
-        return None, self.model.score(plan, fetch(groups))
 
-
-class TrainedWorker(RankWorker):
+class TrainedWorker(RankWorker[TrainedT]):
     """One rank of a model that is trained; `written` runs beside the other methods."""
 
     def save(self, tmp: Path, background: bool) -> None:
@@ -70,18 +78,27 @@ class TrainedWorker(RankWorker):
         return self.model.evidence()
 
 
-def _waited_in_vain(error: Exception) -> bool:
-    """Whether a rank's collective took longer than it may. NCCL ends the process itself then."""
-    return isinstance(error, RayTaskError) and "Timed out waiting" in str(error.cause)  # gloo has no class for it
+def fetch(groups: GroupRefs) -> Samples:
+    """The samples of the groups that a rank's plan needs."""
+    arrays = ray.get(list(groups.values()))
+    return dict(zip(groups, arrays, strict=True))
 
 
-def fetch(groups: dict[int, ray.ObjectRef]) -> Samples:
-    return dict(zip(groups, ray.get(list(groups.values())), strict=True))
+def fetch_arrays(refs: Sequence[ray.ObjectRef]) -> TokenArrays:
+    """The arrays of all ranks together: which rank has which sample differs between models."""
+    merged: TokenArrays = {}
+    for of_rank in ray.get(list(refs)):
+        merged.update(of_rank)
+    return merged
 
 
-def fetch_scores(refs: Sequence[ray.ObjectRef]) -> Scores:
-    """Those of all ranks together: which rank has which sample differs between models."""
-    return {at: array for scores in ray.get(list(refs)) for at, array in scores.items()}
+def groups_of(plan: RankPlan, groups: Sequence[ray.ObjectRef]) -> GroupRefs:
+    """The groups that a rank's plan needs."""
+    needed = set()
+    for task in tasks_of(plan):
+        group, _, _ = task.at
+        needed.add(group)
+    return {group: groups[group] for group in sorted(needed)}
 
 
 class Ranks:
@@ -91,59 +108,71 @@ class Ranks:
     """
 
     def __init__(self, spawn: Callable[[int], Any], count: int, *, name: str, timeout_s: float):
-        self.spawn, self.name, self.timeout_s = spawn, name, timeout_s
+        self.spawn = spawn
+        self.name = name
+        self.timeout_s = timeout_s
         self.workers = [spawn(index) for index in range(count)]
 
-    async def start(self, model: Callable[..., Any], settings: Any) -> None:
+    async def start(self, build: Callable[..., Any], settings: Any) -> None:
         """Every rank joins the process group at the first one's address and loads its shard."""
-        self.built = model, settings
-        if self.workers:
-            (meet,) = await self.all([self.workers[0].address.remote()])
-            # Ray shows each actor only its own GPU, so every rank is local rank 0.
-            ranks = enumerate(self.workers)
-            await self.all([w.start.remote(model, settings, r, len(self.workers), *meet, 0) for r, w in ranks])
+        self.build = build
+        self.settings = settings
+        if not self.workers:
+            return
+        (meeting_point,) = await self.all([self.workers[0].address.remote()])
+        address, port = meeting_point
+
+        calls = []
+        for rank, worker in enumerate(self.workers):
+            # Ray shows each actor only its GPU, so every rank is local rank 0.
+            local_rank = 0
+            calls.append(worker.start.remote(build, settings, rank, len(self.workers), address, port, local_rank))
+        await self.all(calls)
 
     async def restart(self) -> None:
-        """All ranks anew, with the weights they first had; the caller loads a checkpoint."""
+        """Replace all ranks by new ones, with the weights they first had; the caller loads a checkpoint."""
         for worker in self.workers:
             ray.kill(worker)
         self.workers = [self.spawn(index) for index in range(len(self.workers))]
-        await self.start(*self.built)
+        await self.start(self.build, self.settings)
 
-    async def score(self, plans: Sequence[RankPlan], groups: Sequence[ray.ObjectRef]) -> list[ray.ObjectRef]:
-        """One `Scores` per rank, for the samples of its plan."""
-        return (await self.both(lambda worker: worker.score, plans, groups))[1]
+    async def infer(self, plans: Sequence[RankPlan], groups: Sequence[ray.ObjectRef]) -> list[ray.ObjectRef]:
+        """Log-probs or values: one `TokenArrays` per rank, for the samples of its plan."""
+        calls = []
+        for worker, plan in zip(self.workers, plans, strict=True):
+            calls.append(worker.infer.options(num_returns=2).remote(plan, groups_of(plan, groups)))
+        _, arrays = await self.light_and_heavy(calls)
+        return arrays
 
     async def train(self, *args: Any) -> dict[str, Metric]:
         """The steps of the batch that the ranks have; the merged metrics of all ranks."""
-        # What a step reduced over ranks is the same on each of them; the rest is a rank's own share.
-        return merge(await self.all([w.train.remote(*args) for w in self.workers]))
+        # What a step reduced over ranks is the same on each of them; the rest is a rank's share.
+        return merge(await self.all([worker.train.remote(*args) for worker in self.workers]))
 
     async def save(self, tmp: Path, background: bool) -> None:
         """Every rank's part of a checkpoint; with `background` it is on disk when `written` returns."""
-        await self.all([w.save.remote(tmp, background) for w in self.workers])
+        await self.all([worker.save.remote(tmp, background) for worker in self.workers])
 
     async def written(self, tmp: Path) -> None:
-        await self.all([w.written.remote(tmp) for w in self.workers])
+        """Wait until every rank's part is on disk."""
+        await self.all([worker.written.remote(tmp) for worker in self.workers])
 
     async def load(self, path: Path) -> None:
-        await self.all([w.load.remote(path) for w in self.workers])
+        """Restore every rank from a checkpoint."""
+        await self.all([worker.load.remote(path) for worker in self.workers])
 
     async def evidence(self) -> list[Evidence]:
-        """What was skipped since this was called last, of all ranks together."""
-        return merge_evidence(await self.all([w.evidence.remote() for w in self.workers]))
+        """The steps that were skipped since this was called last, of all ranks together."""
+        return merge_evidence(await self.all([worker.evidence.remote() for worker in self.workers]))
 
-    async def both(
-        self, method: Callable[[Any], Any], plans: Sequence[RankPlan], groups: Sequence[ray.ObjectRef], *more: Any
-    ) -> tuple[list[Any], list[ray.ObjectRef]]:
-        """The light value and the reference to the heavy one that `method(worker)` returns for each rank's plan."""
-        calls = []
-        for worker, plan in zip(self.workers, plans, strict=True):
-            needed = {task.at[0] for step in plan for micro_batch in step for task in micro_batch}
-            of_rank = {g: groups[g] for g in sorted(needed)}
-            calls.append(method(worker).options(num_returns=2).remote(plan, of_rank, *more))
-        light, heavy = zip(*calls, strict=True)
-        return await self.all(list(light)), list(heavy)
+    async def light_and_heavy(self, calls: Sequence[Sequence[ray.ObjectRef]]) -> tuple[list[Any], list[ray.ObjectRef]]:
+        """The first values that methods with two return, and references to the second ones."""
+        light = []
+        heavy = []
+        for light_ref, heavy_ref in calls:
+            light.append(light_ref)
+            heavy.append(heavy_ref)
+        return await self.all(light), heavy
 
     async def all(self, calls: list[ray.ObjectRef]) -> list[Any]:
         """What every rank answers. Raises `RankLostError` when one is dead or silent, else what one raised."""
@@ -156,16 +185,32 @@ class Ranks:
         except MoltError:
             raise
         except Exception as error:  # raised again; a rank whose peer died or hangs fails in a collective
-            _, silent = await asyncio.wait(tasks, timeout=PEER_S)
-            errors = [task.exception() for task in tasks if task.done()]
-            if dead := next((error for error in errors if isinstance(error, DEAD)), None):
-                raise self._lost(f"died ({dead})") from dead
-            if silent and _waited_in_vain(error):
-                raise self._lost(f"hangs, for which another one waited in vain ({error.cause})") from error
+            await self._raise_if_lost(tasks, error)
             raise
+
+    async def _raise_if_lost(self, tasks: Sequence[asyncio.Future], error: Exception) -> None:
+        """Raise `RankLostError` if the death or the silence of a rank explains what another one raised."""
+        done, silent = await asyncio.wait(tasks, timeout=PEER_S)
+        for task in tasks:
+            death = task.exception() if task in done else None
+            if isinstance(death, DEAD):
+                raise self._lost(f"died ({death})") from death
+        if silent and _timed_out_in_collective(error):
+            raise self._lost(f"hangs: another one waited for it and timed out ({_cause(error)})") from error
 
     def _lost(self, how: str) -> RankLostError:
         return RankLostError(
             f"a {self.name} rank {how}: its part of the weights is gone. If this stops the run, free memory if the "
             "system killed it, look for a rank that waits for another one, then resume with --ckpt.load_enable."
         )
+
+
+def _timed_out_in_collective(error: Exception) -> bool:
+    """Whether a rank's collective took longer than it may. NCCL ends the process itself then."""
+    # gloo has no class for it.
+    return isinstance(error, RayTaskError) and "Timed out waiting" in str(_cause(error))
+
+
+def _cause(error: Exception) -> object:
+    """What a remote method raised."""
+    return getattr(error, "cause", None)

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from molt.batch.plan import RankPlan, Scores
+from molt.batch.plan import RankPlan
 from molt.config import FsdpConfig
 from molt.models.build import build_frozen
 from molt.parallel.mesh import init_distributed, resolve_device
-from molt.train.score import Samples, logprobs_of, score
+from molt.train.inference import Samples, TokenArrays, infer, logprobs_forward
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Reference:
         mesh = init_distributed(rank, world_size, address, port, device)
         self.model = build_frozen(settings.model, settings.fsdp, mesh, device, settings.max_len)
 
-    def score(self, plan: RankPlan, samples: Samples) -> Scores:
+    def infer(self, plan: RankPlan, samples: Samples) -> TokenArrays:
         """Log-probs of the trained tokens of a training batch."""
-        forward = logprobs_of(self.model, self.settings.temperature)
-        return score(forward, plan, samples, packed=self.settings.fsdp.packing_samples)
+        forward = logprobs_forward(self.model, self.settings.temperature)
+        return infer(forward, plan, samples, packed=self.settings.fsdp.packing_samples)

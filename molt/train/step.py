@@ -1,7 +1,7 @@
 """The optimizer step: one accumulation loop for policy, critic and SFT.
 
-The loss of a micro-batch is already `sum(weight * loss_t)` with weights of the whole step batch, over
-all ranks. So gradients are added, over micro-batches and over ranks, and nothing divides.
+The loss of a micro-batch is already `sum(weight * loss_t)` with weights of the whole step batch, over all ranks. So
+gradients are added, over micro-batches and over ranks, and nothing divides.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,8 +19,9 @@ from molt.parallel.mesh import all_reduce_sums, local_shard
 from molt.report.metrics import merge
 from molt.types import Metric
 
-MicroBatch = TypeVar("MicroBatch")
-LossFn = Callable[[nn.Module, MicroBatch], tuple[Tensor, dict[str, Metric]]]
+MicroBatchT = TypeVar("MicroBatchT")
+LossFn = Callable[[nn.Module, MicroBatchT], tuple[Tensor, dict[str, Metric]]]
+"""(model, micro-batch) to the scalar `sum(weight * loss_t)` and this rank's metrics."""
 
 
 class StepRefusedError(TrainingError):
@@ -32,15 +33,16 @@ class StepRefusedError(TrainingError):
 
     def __init__(self, message: str, metrics: Mapping[str, Metric] | None = None, tensors: Sequence[str] = ()):
         super().__init__(message)
-        self.metrics, self.tensors = metrics or {}, list(tensors)
+        self.metrics = metrics or {}
+        self.tensors = list(tensors)
 
 
 def optimizer_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     scheduler: LRScheduler,
-    micro_batches: Sequence[MicroBatch | None],
-    loss_fn: LossFn,
+    micro_batches: Sequence[MicroBatchT | None],
+    loss_fn: LossFn[MicroBatchT],
     *,
     max_norm: float,
     spike: float = inf,
@@ -48,41 +50,39 @@ def optimizer_step(
     """Accumulate, clip, step. Every rank calls it with the same number of micro-batches.
 
     micro_batches: None stands for one that this rank does not have; a dummy of weight 0 runs in its place.
-    loss_fn: (model, micro-batch) -> scalar `sum(weight * loss_t)` and this rank's metrics.
     max_norm: the gradient of all ranks is scaled down to this norm; <= 0 disables it.
-    spike: a norm (before clipping) above it is no gradient to step along.
+    spike: a step whose norm (before clipping) is above it is refused.
     Returns this rank's metrics, and `train/loss`, `train/grad_norm` (before clipping) and `train/lr` of all.
     Raises, on every rank, `StepRefusedError` when loss or gradient are not finite, or the gradient is a spike, and
     `TrainingError` when a step with a rate above 0 and a gradient above 0 moved no master weight.
     """
-    loss, metrics = accumulate(model, optimizer, micro_batches, loss_fn)
+    loss_of_rank, metrics = accumulate(model, optimizer, micro_batches, loss_fn)
     params = [p for p in model.parameters() if p.requires_grad]
     grads = [local_shard(p.grad) for p in params if p.grad is not None]
-    square = torch.nn.utils.get_total_norm(grads).double() ** 2
-    # Collective on the default group: every rank. Shards are disjoint, so their squared norms add up.
-    loss, square = all_reduce_sums(torch.stack([loss.double(), square])).tolist()
-    norm = square**0.5
+
+    loss, norm = _loss_and_norm(loss_of_rank, grads)
     lr = max(group["lr"] for group in optimizer.param_groups)
-    metrics |= {"train/loss": Metric(loss), "train/grad_norm": Metric(norm), "train/lr": Metric(lr)}
+    metrics |= {
+        "train/loss": Metric(loss),
+        "train/grad_norm": Metric(norm),
+        "train/lr": Metric(lr),
+    }
     if not np.isfinite(loss + norm) or norm > spike:
-        names = _non_finite(model)
+        tensors = _non_finite(model)
         optimizer.zero_grad()
-        found = f"Not finite on this rank: the gradients of {names[:3]} and {len(names[3:])} more." if names else ""
-        raise StepRefusedError(
-            f"loss {loss:g}, gradient norm {norm:g}: the step was not taken, since it would have destroyed the "
-            f"weights. {found} Lower the learning rate, or look at the samples of this step.",
-            metrics,
-            names,
-        )
+        raise _refusal(loss, norm, metrics, tensors)
+
     if 0 < max_norm < norm:
         for grad in grads:
             grad.mul_(max_norm / norm)
+
     before = _fingerprint(params)
     optimizer.step()
     optimizer.zero_grad()
     scheduler.step()
+    moved_on_rank = (before != _fingerprint(params)).any()
     # Collective on the default group: every rank.
-    moved = all_reduce_sums((before != _fingerprint(params)).any().double()).item()
+    moved = all_reduce_sums(moved_on_rank.double()).item()
     if lr > 0 and norm > 0 and not moved:
         raise TrainingError(
             f"a step with learning rate {lr:g} and gradient norm {norm:g} moved no master weight: training would go "
@@ -91,25 +91,55 @@ def optimizer_step(
     return metrics
 
 
+def _loss_and_norm(loss: Tensor, grads: list[Tensor]) -> tuple[float, float]:
+    """The loss and the gradient norm of all ranks. loss: scalar of this rank; grads: its shards."""
+    square = torch.nn.utils.get_total_norm(grads).double() ** 2
+    # Collective on the default group: every rank. Shards are disjoint, so their squared norms add up.
+    total_loss, total_square = all_reduce_sums(torch.stack([loss.double(), square])).tolist()
+    return total_loss, total_square**0.5
+
+
+def _refusal(loss: float, norm: float, metrics: dict[str, Metric], tensors: list[str]) -> StepRefusedError:
+    evidence = ""
+    if tensors:
+        shown = tensors[:3]
+        evidence = f"Not finite on this rank: the gradients of {shown} and {len(tensors) - len(shown)} more."
+    return StepRefusedError(
+        f"loss {loss:g}, gradient norm {norm:g}: the step was not taken, since it would have destroyed the "
+        f"weights. {evidence} Lower the learning rate, or look at the samples of this step.",
+        metrics,
+        tensors,
+    )
+
+
 def accumulate(
-    model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: Sequence[MicroBatch | None], loss_fn: LossFn
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    micro_batches: Sequence[MicroBatchT | None],
+    loss_fn: LossFn[MicroBatchT],
 ) -> tuple[Tensor, dict[str, Metric]]:
     """Forward and backward of every micro-batch; gradients end in `.grad`, summed over ranks.
 
-    Returns the loss of this rank's micro-batches (scalar, detached) and their merged metrics.
+    micro_batches: at least one. Returns the loss of this rank's micro-batches (scalar, detached) and their merged
+    metrics.
     """
     optimizer.zero_grad()
-    total, metrics = None, {}
+    losses: list[Tensor] = []
+    metrics: dict[str, Metric] = {}
     for micro_batch in micro_batches:
         if micro_batch is None:
-            loss, new = _dummy_loss(model), {}
+            loss = _dummy_loss(model)
         else:
-            loss, new = loss_fn(model, micro_batch)
+            loss, of_micro_batch = loss_fn(model, micro_batch)
+            metrics = merge([metrics, of_micro_batch])
         # FSDP's reduce-scatter runs in every backward, so all ranks must get here equally often. Postponing it
         # to the last one would keep an unsharded float32 gradient of the whole model on every rank.
         loss.backward()
-        total = loss.detach() if total is None else total + loss.detach()
-        metrics = merge([metrics, new])
+        losses.append(loss.detach())
+
+    total = losses[0]
+    for loss in losses[1:]:
+        total = total + loss
     return total, metrics
 
 
@@ -119,16 +149,26 @@ def dummy_batch() -> Batch:
 
 
 def _dummy_loss(model: nn.Module) -> Tensor:
+    """0, with a gradient of 0 to every parameter."""
     output = model(dummy_batch())
-    return 0.0 * (output[0] if isinstance(output, tuple) else output).sum()
+    if isinstance(output, tuple):  # log-probs and entropies
+        output = output[0]
+    return 0.0 * output.sum()
 
 
 def _fingerprint(params: Sequence[Tensor]) -> Tensor:
-    """int64 [len(params)]: the sum of the bit patterns of this rank's shard of each float32 master."""
-    return torch.stack([local_shard(p.detach()).view(torch.int32).sum() for p in params])
+    """int64 `[len(params)]`: the sum of the bit patterns of this rank's shard of each float32 master."""
+    sums = []
+    for param in params:
+        bits = local_shard(param.detach()).view(torch.int32)
+        sums.append(bits.sum())
+    return torch.stack(sums)
 
 
 def _non_finite(model: nn.Module) -> list[str]:
     """Parameters whose gradient is not finite on this rank."""
-    grads = ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
-    return [name for name, grad in grads if not local_shard(grad).isfinite().all()]
+    names = []
+    for name, param in model.named_parameters():
+        if param.grad is not None and not local_shard(param.grad).isfinite().all():
+            names.append(name)
+    return names

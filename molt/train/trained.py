@@ -1,8 +1,10 @@
 """A model that learns, on one rank: its optimizer, its schedule and its part of a checkpoint."""
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from math import isfinite
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,16 +17,21 @@ from molt.parallel.mesh import saving_group
 from molt.train.breaker import Breaker, Evidence
 from molt.train.checkpoint import failing, load_checkpoint, write_part, written
 from molt.train.optimizer import build_optimizer, build_scheduler, place
-from molt.train.step import LossFn, MicroBatch, StepRefusedError, optimizer_step
+from molt.train.step import LossFn, MicroBatchT, StepRefusedError, optimizer_step
 from molt.types import Metric
 
+ModelT = TypeVar("ModelT", bound=nn.Module)
+BREAKER_FILE = "breaker.json"
+SHOWN_TENSORS = 3
+"""Tensors that the evidence of a skipped step names."""
 
-class Trained:
+
+class Trained(Generic[ModelT]):
     """Owns model, optimizer, schedule and breaker. Every method but `written` is collective: all ranks call it."""
 
     def __init__(
         self,
-        model: nn.Module,
+        model: ModelT,
         config: OptimizerConfig,
         total_steps: int,
         device: torch.device,
@@ -36,25 +43,41 @@ class Trained:
 
         spike_factor: a step whose gradient norm is above so many times the usual one is skipped.
         """
-        self.model, self.config, self.device, self.part = model, config, device, part
+        self.model = model
+        self.config = config
+        self.device = device
+        self.part = part
         self.optimizer = build_optimizer(model, config)
         self.scheduler = build_scheduler(self.optimizer, config, total_steps)
         self.group = saving_group()
         self.breaker = Breaker(spike_factor)
         self.skipped: list[Evidence] = []
-        """Since they were read."""
+        """Of the steps that were skipped since `evidence` was called."""
+        self.writing: Future | None = None
+        """This rank's part of the checkpoint that was saved last."""
 
     def step(
-        self, micro_batches: Sequence[MicroBatch | None], loss_fn: LossFn, planned: Sequence[Sequence[SampleTask]]
+        self,
+        micro_batches: Sequence[MicroBatchT | None],
+        loss_fn: LossFn[MicroBatchT],
+        planned: Sequence[Sequence[SampleTask]],
     ) -> dict[str, Metric]:
         """An optimizer step, or none where loss or gradient are not fit for one: every rank skips it alike.
 
         planned: this rank's samples of the step, for the evidence. Returns this rank's metrics; those of a skipped
         step are without what is not finite, and with `train/skipped_count`.
         """
-        state, limit = (self.model, self.optimizer, self.scheduler), self.breaker.limit
+        limit = self.breaker.limit
         try:
-            metrics = optimizer_step(*state, micro_batches, loss_fn, max_norm=self.config.max_norm, spike=limit)
+            metrics = optimizer_step(
+                self.model,
+                self.optimizer,
+                self.scheduler,
+                micro_batches,
+                loss_fn,
+                max_norm=self.config.max_norm,
+                spike=limit,
+            )
         except StepRefusedError as refused:
             return self._skip(refused, limit, planned)
         self.breaker.add(metrics["train/grad_norm"].total)
@@ -63,39 +86,77 @@ class Trained:
     def _skip(
         self, refused: StepRefusedError, limit: float, planned: Sequence[Sequence[SampleTask]]
     ) -> dict[str, Metric]:
-        metrics = {name: metric for name, metric in refused.metrics.items() if isfinite(metric.total)}
-        loss, norm = (refused.metrics[name].total for name in ("train/loss", "train/grad_norm"))
-        reason = "spike" if isfinite(loss + norm) else "nonfinite"
-        evidence = {"optimizer_step": self.scheduler.last_epoch, "reason": reason}
-        numbers = {"loss": loss, "norm": norm, "limit": limit}
-        evidence |= {name: number if isfinite(number) else None for name, number in numbers.items()}
-        groups = sorted({task.at[0] for tasks in planned for task in tasks})
-        self.skipped.append(evidence | {"tensors": refused.tensors[:3], "groups": groups})
-        # The schedule was counted in batches: a fault may not shift the rates of those that follow, nor its end.
+        """Keep the evidence and count the step in the schedule; returns the metrics of a skipped step."""
+        evidence = _evidence_of(refused, limit, planned, optimizer_step=self.scheduler.last_epoch)
+        self.skipped.append(evidence)
+
+        # The schedule counts all planned steps: a fault may not shift the rates of those that follow, nor its end.
         # `scheduler.step` would warn that no optimizer step came before.
         place(self.scheduler, self.scheduler.last_epoch + 1)
-        if dist.get_rank() == 0:  # what is counted is added up over ranks, and they all skipped the same step
-            metrics |= {"train/skipped_count": Metric(1.0), f"train/skipped_{reason}_count": Metric(1.0)}
+
+        metrics = {name: metric for name, metric in refused.metrics.items() if isfinite(metric.total)}
+        if dist.get_rank() == 0:  # counts are added up over ranks, and all ranks skipped the same step
+            metrics["train/skipped_count"] = Metric(1.0)
+            metrics[f"train/skipped_{evidence['reason']}_count"] = Metric(1.0)
         return metrics
 
     def evidence(self) -> list[Evidence]:
         """What tripped the breaker since this was called last, one entry per skipped step."""
-        skipped, self.skipped = self.skipped, []
+        skipped = self.skipped
+        self.skipped = []
         return skipped
 
     def save(self, tmp: Path, background: bool) -> None:
         """This rank's part of a checkpoint, as it is now; whoever owns the checkpoint commits it."""
-        state = (self.model, self.optimizer, self.scheduler)
-        self.writing = write_part(tmp / self.part, *state, group=self.group, background=background)
+        self.writing = write_part(
+            tmp / self.part,
+            self.model,
+            self.optimizer,
+            self.scheduler,
+            group=self.group,
+            background=background,
+        )
         if dist.get_rank() == 0:
             with failing(tmp):
-                write_json(tmp / self.part / "breaker.json", {"norms": list(self.breaker.norms)})
+                write_json(tmp / self.part / BREAKER_FILE, {"norms": list(self.breaker.norms)})
 
     def written(self, tmp: Path) -> None:
-        """Wait until what `save` left to the background is on disk. The one method that is called from elsewhere."""
+        """Wait until the background save is on disk. The one method that another thread calls."""
+        assert self.writing is not None, "`save` comes first"
         written(tmp, self.writing)
 
     def load(self, path: Path) -> None:
+        """Restore everything from a checkpoint."""
         load_checkpoint(path, self.model, self.optimizer, self.scheduler, part=self.part)
+        norms = read_json(path / self.part / BREAKER_FILE)["norms"]
         self.breaker.norms.clear()
-        self.breaker.norms.extend(read_json(path / self.part / "breaker.json")["norms"])
+        self.breaker.norms.extend(norms)
+
+
+def _evidence_of(
+    refused: StepRefusedError, limit: float, planned: Sequence[Sequence[SampleTask]], *, optimizer_step: int
+) -> Evidence:
+    """Why a step was skipped. optimizer_step: its number, from 0."""
+    loss = refused.metrics["train/loss"].total
+    norm = refused.metrics["train/grad_norm"].total
+    groups = set()
+    for tasks in planned:
+        for task in tasks:
+            group, _, _ = task.at
+            groups.add(group)
+    return {
+        "optimizer_step": optimizer_step,
+        "reason": "spike" if isfinite(loss + norm) else "nonfinite",
+        "loss": _if_finite(loss),
+        "norm": _if_finite(norm),
+        "limit": _if_finite(limit),
+        "tensors": refused.tensors[:SHOWN_TENSORS],
+        "groups": sorted(groups),
+    }
+
+
+def _if_finite(number: float) -> float | None:
+    """JSON has no NaN and no infinity."""
+    if isfinite(number):
+        return number
+    return None

@@ -19,7 +19,7 @@ from molt.models.build import build_policy
 from molt.parallel.mesh import init_distributed
 from molt.train.checkpoint import export_hf
 from molt.train.optimizer import build_optimizer, build_scheduler
-from molt.train.sft import MicroBatch, negative_log_likelihood
+from molt.train.sft import SftMicroBatch, negative_log_likelihood
 from molt.train.step import accumulate, optimizer_step
 
 CPU = torch.device("cpu")
@@ -81,20 +81,23 @@ def step_batch(seed: int = 0, lengths=(37, 5, 20, 11, 2, 9, 30)):
     return token_ids, masks
 
 
-def micro_batches_of(mesh, batch, size: int | None, packed: bool, tokens: int | None = None) -> list[MicroBatch | None]:
+def micro_batches_of(
+    mesh, batch, size: int | None, packed: bool, tokens: int | None = None
+) -> list[SftMicroBatch | None]:
     """This rank's micro-batches of at most `size` sequences or so many tokens, weighted over all ranks."""
     token_ids, masks = batch
     weights = token_weights([int(mask.sum()) for mask in masks])
     lengths = [len(ids) for ids in token_ids]
     shares = partition(lengths, mesh.size())
-    made: list[MicroBatch | None] = []
+    made: list[SftMicroBatch | None] = []
     for chosen in micro_batches(shares, lengths, size=size, max_tokens=tokens, packed=packed)[mesh.get_rank()]:
         if not chosen:
             made.append(None)
             continue
         laid_out = collate([token_ids[i] for i in chosen], packed=packed)
         mask = scatter(laid_out, [masks[i] for i in chosen])
-        made.append(MicroBatch(laid_out, mask, scatter(laid_out, [np.float32(weights[i]) * masks[i] for i in chosen])))
+        of_tokens = scatter(laid_out, [np.float32(weights[i]) * masks[i] for i in chosen])
+        made.append(SftMicroBatch(laid_out, mask, of_tokens))
     return made
 
 

@@ -197,7 +197,7 @@ def test_a_resumed_run_decides_the_same(policy, tiny, tmp_path):
 
 
 def critic_step(critic, plan, samples, returns):
-    critic.score(plan, samples)
+    critic.infer(plan, samples)
     return critic.train(returns)
 
 
@@ -226,7 +226,7 @@ def test_a_critic_skips_too_and_remembers_its_own_norms(critic, tiny, tmp_path):
 def test_values_that_are_nan_are_a_loss_that_is_not_finite(critic):
     samples = of_critic.make_samples()
     plan, returns = of_critic.make_plan(samples, of_critic.WHOLE), of_critic.make_returns(samples)
-    critic.score(plan, samples)
+    critic.infer(plan, samples)
     before = state_of(critic)
     critic.model.register_forward_hook(lambda model, inputs, values: values * nan)
     assert critic.train(returns)["train/skipped_nonfinite_count"].total == 1

@@ -83,8 +83,8 @@ def test_values_loss_and_gradient_of_a_step(critic, packed):
     plan, returns = make_plan(samples, WHOLE), make_returns(samples)
     decoder, head = reference_of(ours)
     loss, trained = 0.0, 0
-    scored = ours.score(plan, samples)
-    for at, values in scored.items():
+    inferred = ours.infer(plan, samples)
+    for at, values in inferred.items():
         sample = samples[at[0]][0][0]
         now = reference_values(decoder, head, sample.token_ids)
         np.testing.assert_allclose(values[sample.mask], now.detach().numpy()[sample.mask], atol=1e-5)
@@ -108,8 +108,8 @@ def test_values_loss_and_gradient_of_a_step(critic, packed):
         "train/value_loss", "train/value_grad_norm", "train/value_lr", "train/value_clip_fraction",
         "train/explained_variance",
     }  # fmt: skip
-    truth = np.concatenate([returns[at][samples[at[0]][0][0].mask] for at in scored])
-    guess = np.concatenate([scored[at][samples[at[0]][0][0].mask] for at in scored])
+    truth = np.concatenate([returns[at][samples[at[0]][0][0].mask] for at in inferred])
+    guess = np.concatenate([inferred[at][samples[at[0]][0][0].mask] for at in inferred])
     expected = 1 - np.var(truth.astype(np.float64) - guess) / np.var(truth.astype(np.float64))
     assert metrics["train/explained_variance"].total == pytest.approx(expected, abs=1e-5)
 
@@ -117,14 +117,14 @@ def test_values_loss_and_gradient_of_a_step(critic, packed):
 def test_values_are_clipped_around_those_of_the_start(critic):
     samples, ours = make_samples(), critic(lr=3e-2, epochs=4)
     plan, returns = make_plan(samples, WHOLE), make_returns(samples)
-    ours.score(plan, samples)
+    ours.infer(plan, samples)
     metrics = ours.train(returns)
     assert metrics["train/value_loss"].count == 4 and metrics["train/value_clip_fraction"].total > 0
 
 
 def two_steps(critic, plan, samples, returns):
     before = [whole(p) for p in critic.model.parameters()]
-    critic.score(plan, samples)
+    critic.infer(plan, samples)
     metrics = critic.train(returns)
     moved = [(whole(p) - b).abs().max().item() for p, b in zip(critic.model.parameters(), before, strict=True)]
     return metrics, max(moved)

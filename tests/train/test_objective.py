@@ -50,7 +50,7 @@ def plans(groups, rewards, estimator, *, aggregation, size, packed, ranks):
     )
 
 
-def scores_of(samples, names):
+def inferred_of(samples, names):
     """Stand-ins for what other models say: near the engine's log-probs, and small values."""
     rng = np.random.default_rng(7)
     found = {name: {} for name in names}
@@ -64,13 +64,13 @@ def scores_of(samples, names):
     return found
 
 
-def gradients(policy, plan, samples, scores, kl_coef):
+def gradients(policy, plan, samples, inferred, kl_coef):
     """The gradient of all ranks at the first step."""
     found = {}
     policy.optimizer.register_step_pre_hook(
         lambda *_: found.update({name: whole(p.grad) for name, p in policy.model.named_parameters()})
     )
-    policy.prepare(plan, samples, scores, 6, kl_coef)
+    policy.prepare(plan, samples, inferred, 6, kl_coef)
     policy.train()
     return found
 
@@ -95,14 +95,14 @@ def gradients_of(case, path, layouts, rank, world, port):
     samples, groups, rewards = ragged()
     chosen = dict(CASES[case])
     estimator = chosen.get("advantage", AdvantageConfig("grpo")).estimator
-    scores, found = scores_of(samples, ("ref_logprobs", "values")), []
+    inferred, found = inferred_of(samples, ("ref_logprobs", "values")), []
     for size, packed in layouts:
         if dist.is_initialized():
             dist.destroy_process_group()
         policy = Policy(settings(path, packed=packed, **chosen), rank, world, "127.0.0.1", port, 0)
         aggregation = policy.settings.actor.loss_agg_mode
         plan = plans(groups, rewards, estimator, aggregation=aggregation, size=size, packed=packed, ranks=world)
-        found.append(gradients(policy, plan[rank], samples, scores, policy.settings.algo.kl_coef))
+        found.append(gradients(policy, plan[rank], samples, inferred, policy.settings.algo.kl_coef))
         port += 1
     return found
 
@@ -129,16 +129,16 @@ def test_the_gradient_does_not_depend_on_layout_or_ranks(case, tiny, on_two_rank
 def test_the_sum_of_all_terms_against_an_independent_computation(tiny):
     """`sum_t 1/(S len_s) (-A logp-gradient * w + beta k3 - 0.1 H)` at r = 1, token by token in float64."""
     samples, groups, rewards = ragged()
-    scores = scores_of(samples, ("ref_logprobs",))
+    inferred = inferred_of(samples, ("ref_logprobs",))
     kl = KlConfig(init_coef=0.3, estimator="k3", use_loss=True)
     chosen = settings(tiny, kl=kl, entropy_coef=0.1, loss_agg_mode="seq-mean-token-mean")
     policy = Policy(chosen, 0, 1, "", 0, 0)
     (plan,) = plans(groups, rewards, "grpo", aggregation="seq-mean-token-mean", size=2, packed=True, ranks=1)
-    ours = gradients(policy, plan, samples, scores, 0.3)
+    ours = gradients(policy, plan, samples, inferred, 0.3)
     dist.destroy_process_group()
     model, total = reference_model(), 0.0
     of_rollout = advantages(groups, rewards, load_estimator("grpo"))
-    for (g, r, s), ref in scores["ref_logprobs"].items():
+    for (g, r, s), ref in inferred["ref_logprobs"].items():
         sample = samples[g][r][s]
         ids = torch.tensor(sample.token_ids.astype(np.int64))
         now = logprobs_of(model, sample.token_ids)
@@ -158,17 +158,17 @@ def test_the_sum_of_all_terms_against_an_independent_computation(tiny):
 def test_kl_in_the_reward_and_values_by_hand(tiny):
     """gamma 1, lam 1: A_t = R - beta * (KL of t and after) - V_t; the returns are A + V, never whitened."""
     samples, groups, rewards = ragged()
-    scores = scores_of(samples, ("ref_logprobs", "values"))
+    inferred = inferred_of(samples, ("ref_logprobs", "values"))
     kl = KlConfig(init_coef=0.5)
     policy = Policy(settings(tiny, kl=kl, advantage=AdvantageConfig("gae")), 0, 1, "", 0, 0)
     (plan,) = plans(groups, rewards, "gae", aggregation="token-mean", size=8, packed=True, ranks=1)
-    metrics, returns = policy.prepare(plan, samples, scores, 6, 0.5)
+    metrics, returns = policy.prepare(plan, samples, inferred, 6, 0.5)
     dist.destroy_process_group()
     model, total, count = reference_model(), 0.0, 0
     for at, found in returns.items():
         sample = samples[at[0]][at[1]][at[2]]
         with torch.no_grad():
-            d = logprobs_of(model, sample.token_ids).numpy() - scores["ref_logprobs"][at]
+            d = logprobs_of(model, sample.token_ids).numpy() - inferred["ref_logprobs"][at]
         trained = np.flatnonzero(sample.mask)
         expected = [rewards[at[0]][at[1]] - 0.5 * d[trained[i:]].sum() for i in range(len(trained))]
         np.testing.assert_allclose(found[trained], expected, atol=1e-5)
@@ -181,7 +181,7 @@ def test_the_reference_says_what_the_policy_says_at_the_same_weights(tiny):
     samples, groups, rewards = ragged()
     (plan,) = plans(groups, rewards, "grpo", aggregation="token-mean", size=2, packed=False, ranks=1)
     reference = Reference(ReferenceSettings(str(tiny), settings(tiny).fsdp, TEMPERATURE, MAX_LEN), 0, 1, "", 0, 0)
-    found = reference.score(plan, samples)
+    found = reference.infer(plan, samples)
     dist.destroy_process_group()
     model = reference_model()
     for (g, r, s), values in found.items():

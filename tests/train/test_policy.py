@@ -99,9 +99,9 @@ def _task(at, weight):
     return SampleTask((*at, 0), reward=REWARD[at], advantage=ADVANTAGE[at], weight=weight, share=1 / 4)
 
 
-def train(policy, plan, samples, scores=None, kl_coef=0.0):
+def train(policy, plan, samples, inferred=None, kl_coef=0.0):
     """One training batch at version 6; the metrics of both calls."""
-    prepared, _ = policy.prepare(plan, samples, scores or {}, 6, kl_coef)
+    prepared, _ = policy.prepare(plan, samples, inferred or {}, 6, kl_coef)
     return report.merge([prepared, policy.train()])
 
 
@@ -323,11 +323,11 @@ def test_a_rank_without_samples_takes_part(policy, plan):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_the_probe_scores_at_temperature_1(policy, packed):
+def test_the_probe_has_log_probs_at_temperature_1(policy, packed):
     sequences = [[5, 9, 40, 7], [3, 8], [50] * 11]
-    scored = policy(packed=packed).probe(sequences)
+    probed = policy(packed=packed).probe(sequences)
     model = tiny_qwen3()
-    for ids, values in zip(sequences, scored, strict=True):
+    for ids, values in zip(sequences, probed, strict=True):
         with torch.no_grad():
             expected = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
         expected = expected.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()

@@ -35,11 +35,11 @@ def meet(settings, rank, world_size, address, port, local_rank):
     return dist.new_group(timeout=timedelta(seconds=5))
 
 
-@pytest.mark.parametrize(("fault", "error", "said"), [
-    ("hang", RankLostError, r"a policy rank hangs, for which another one waited in vain \(.*Timed out waiting 5000ms"),
+@pytest.mark.parametrize(("fault", "error", "message"), [
+    ("hang", RankLostError, r"policy rank hangs: another one waited for it and timed out \(.*Timed out waiting 5000ms"),
     ("raise", RayTaskError, "a plug-in's mistake"),
 ])  # fmt: skip
-def test_a_rank_that_hangs_is_lost_and_one_that_raises_is_not(ray_session, fault, error, said):
+def test_a_rank_that_hangs_is_lost_and_one_that_raises_is_not(ray_session, fault, error, message):
     async def main():
         ranks = Ranks(lambda index: Rank.remote(), 2, name="policy", timeout_s=60)
         try:
@@ -51,4 +51,4 @@ def test_a_rank_that_hangs_is_lost_and_one_that_raises_is_not(ray_session, fault
 
     with pytest.raises(error) as raised:
         asyncio.run(main())
-    assert re.search(said, str(raised.value))
+    assert re.search(message, str(raised.value))

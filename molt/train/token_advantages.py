@@ -1,0 +1,132 @@
+"""Advantages of every token of a rank's samples, from the rewards of rollouts."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from molt.algo.advantage import Estimator, whiten, whitening_sums
+from molt.algo.kl import kl_per_token
+from molt.batch.plan import Place, SampleTask
+from molt.config import AlgoConfig
+from molt.parallel.mesh import all_reduce_sums
+from molt.train.inference import Samples, TokenArrays, sample_of
+from molt.types import Metric
+
+
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """What the advantages of a training batch may depend on, on one rank."""
+
+    tasks: list[SampleTask]
+    samples: Samples
+    old_logprobs: TokenArrays
+    """Of every sample if the KL is in the reward."""
+    ref_logprobs: TokenArrays
+    """Of every sample if the KL is in the reward."""
+    values: TokenArrays
+    """Of every sample if the estimator needs them."""
+
+    def mask(self, task: SampleTask) -> Tensor:
+        """bool `[T]`, the trained tokens."""
+        return torch.tensor(sample_of(self.samples, task).mask)
+
+
+@dataclass(frozen=True)
+class TokenAdvantages:
+    """Advantages of every token, and what comes out of computing them."""
+
+    advantages: dict[Place, Tensor]
+    """float32 `[T]`, 0 outside the mask."""
+    returns: TokenArrays
+    """`A + V`, before whitening: what a critic learns. Empty without values."""
+    metrics: dict[str, Metric]
+    """`train/kl`, if the KL is in the reward."""
+
+
+def token_advantages(
+    estimator: Estimator, algo: AlgoConfig, inputs: AdvantageInputs, *, kl_coef: float, device: torch.device
+) -> TokenAdvantages:
+    """Spread or estimate the advantages, whitened over the training batch of all ranks if the settings say so.
+
+    Every rank calls it once per training batch. device: where ranks add up.
+    """
+    if estimator.level == "group":
+        found = _spread(algo, inputs)
+    else:
+        found = _estimate(estimator, algo, inputs, kl_coef)
+
+    if estimator.whiten and not algo.advantage.no_whiten:
+        return TokenAdvantages(
+            advantages=_whiten(found.advantages, inputs, device),
+            returns=found.returns,
+            metrics=found.metrics,
+        )
+    return found
+
+
+def _kl_metrics(algo: AlgoConfig, total: float, count: int) -> dict[str, Metric]:
+    if algo.kl_in_reward:
+        return {"train/kl": Metric(total, count)}
+    return {}
+
+
+def _spread(algo: AlgoConfig, inputs: AdvantageInputs) -> TokenAdvantages:
+    """The advantage of the rollout at each of its trained tokens."""
+    advantages = {}
+    for task in inputs.tasks:
+        assert task.advantage is not None, "a group estimator gives one to every rollout"
+        advantages[task.at] = torch.where(inputs.mask(task), task.advantage, 0.0)
+    return TokenAdvantages(advantages, returns={}, metrics=_kl_metrics(algo, 0.0, 0))
+
+
+def _estimate(estimator: Estimator, algo: AlgoConfig, inputs: AdvantageInputs, kl_coef: float) -> TokenAdvantages:
+    """Each segment by a token estimator."""
+    advantages: dict[Place, Tensor] = {}
+    returns: TokenArrays = {}
+    kl_total = 0.0
+    kl_count = 0
+    for task in inputs.tasks:
+        mask = inputs.mask(task)
+        kl = torch.zeros(len(mask), dtype=torch.float64)
+        if algo.kl_in_reward:
+            kl = _kl(algo, inputs, task) * mask
+            kl_total += float(kl.sum())
+            kl_count += int(mask.sum())
+        values = torch.zeros(len(mask), dtype=torch.float64)
+        if "values" in estimator.needs:
+            values = torch.tensor(inputs.values[task.at], dtype=torch.float64)
+
+        of_tokens = estimator.fn(
+            task.reward,
+            mask,
+            kl=kl_coef * kl,
+            values=values,
+            gamma=algo.advantage.gamma,
+            lam=algo.advantage.lam,
+        )
+        advantages[task.at] = of_tokens
+        if "values" in estimator.needs:
+            returns[task.at] = torch.where(mask, of_tokens + values, 0.0).float().numpy()
+    return TokenAdvantages(advantages, returns, _kl_metrics(algo, kl_total, kl_count))
+
+
+def _kl(algo: AlgoConfig, inputs: AdvantageInputs, task: SampleTask) -> Tensor:
+    """float64 `[T]`, the KL to the reference at every token."""
+    return kl_per_token(
+        torch.tensor(inputs.old_logprobs[task.at], dtype=torch.float64),
+        torch.tensor(inputs.ref_logprobs[task.at], dtype=torch.float64),
+        algo.kl.estimator,
+        from_reference=algo.kl.ref == "rollout",
+    )
+
+
+def _whiten(advantages: dict[Place, Tensor], inputs: AdvantageInputs, device: torch.device) -> dict[Place, Tensor]:
+    """Whiten over the trained tokens of all ranks."""
+    masks = {task.at: inputs.mask(task) for task in inputs.tasks}
+    sums = torch.zeros(3, dtype=torch.float64)
+    for at, of_tokens in advantages.items():
+        sums = sums + whitening_sums(of_tokens, masks[at])
+    # Collective on the default group: every rank, once per training batch.
+    sums = all_reduce_sums(sums.to(device)).cpu()
+    return {at: whiten(of_tokens, masks[at], sums) for at, of_tokens in advantages.items()}
