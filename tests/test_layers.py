@@ -14,7 +14,19 @@ modules = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(modules)
 
 LAYERS = [
-    {"types", "config", "config_sft", "rules", "rules_sft", "errors", "user_module", "rare_gc", "hub", "config_file"},
+    {
+        "types",
+        "config",
+        "config_sft",
+        "rules",
+        "rules_sft",
+        "setting",
+        "errors",
+        "user_module",
+        "rare_gc",
+        "hub",
+        "config_file",
+    },
     {"algo", "batch"},
     {"agents", "chat", "data", "models", "parallel", "publish", "report"},
     {"rollout", "train"},

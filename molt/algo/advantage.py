@@ -27,6 +27,10 @@ class Estimator:
     """For the header of a run."""
     needs: tuple[str, ...] = ()
     """What must be computed for it beforehand: `ref_logprobs`, `values`."""
+    baseline: Literal["group", "batch"] | None = None
+    """Which other rollouts the reward is compared with: those of the prompt, or those of the training batch."""
+    teacher: bool = False
+    """It learns from the reference model alone, which therefore must be another model than the policy."""
 
 
 @dataclass(frozen=True)
@@ -149,13 +153,15 @@ def _at(mask: Tensor, generated: Tensor) -> Tensor:
 
 ADVANTAGES: dict[str, Estimator] = {
     "reinforce": Estimator("token", True, reinforce, "sum_u>=t gamma^(u-t) r_u"),
-    "reinforce_baseline": Estimator("group", True, group_mean, "R - mean(group)"),
-    "rloo": Estimator("group", False, rloo, "R - mean(others in group)"),
-    "grpo": Estimator("group", False, grpo, "(R - mean(group)) / (std(group) + 1e-6)"),
-    "dr_grpo": Estimator("group", False, group_mean, "R - mean(group)"),
-    "flash_reinforce": Estimator("group", False, flash_reinforce, "R - mean(batch)"),
+    "reinforce_baseline": Estimator("group", True, group_mean, "R - mean(group)", baseline="group"),
+    "rloo": Estimator("group", False, rloo, "R - mean(others in group)", baseline="group"),
+    "grpo": Estimator("group", False, grpo, "(R - mean(group)) / (std(group) + 1e-6)", baseline="group"),
+    "dr_grpo": Estimator("group", False, group_mean, "R - mean(group)", baseline="group"),
+    "flash_reinforce": Estimator("group", False, flash_reinforce, "R - mean(batch)", baseline="batch"),
     "gae": Estimator("token", True, gae, "sum_u>=t (gamma lam)^(u-t) (r_u + gamma V_next - V_u)", ("values",)),
-    "on_policy_distill": Estimator("token", False, on_policy_distill, "-beta (old - teacher)", ("ref_logprobs",)),
+    "on_policy_distill": Estimator(
+        "token", False, on_policy_distill, "-beta (old - teacher)", ("ref_logprobs",), teacher=True
+    ),
 }
 
 

@@ -8,6 +8,7 @@ bound is active.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -23,6 +24,11 @@ class PolicyLoss:
     """`fn(logprobs, old_logprobs, advantages, mask, segments, *, low, high, dual_clip=None)`."""
     formula: str
     """For the header of a run: `str.format` text with the scalars of `fn`."""
+    bounds: Literal["token_ratio", "sample_ratio", "weight"] | None = None
+    """What `low` and `high` bound: the ratio of a token, the mean ratio of a sample, or, with `high`, the weight of a
+    token. None: a user's loss decides."""
+    allows_dual_clip: bool = True
+    """Whether `actor.dual_clip` may be set."""
 
 
 def ppo(
@@ -103,9 +109,12 @@ def _clipped(
 
 
 LOSSES: dict[str, PolicyLoss] = {
-    "ppo": PolicyLoss(ppo, "-min(r A, clip(r, 1 - {low:g}, 1 + {high:g}) A)"),
+    "ppo": PolicyLoss(ppo, "-min(r A, clip(r, 1 - {low:g}, 1 + {high:g}) A)", bounds="token_ratio"),
     "gspo": PolicyLoss(
-        gspo, "-min(s A, clip(s, 1 - {low:g}, 1 + {high:g}) A) [s = exp(mean of log r over the sample)]"
+        gspo,
+        "-min(s A, clip(s, 1 - {low:g}, 1 + {high:g}) A) [s = exp(mean of log r over the sample)]",
+        bounds="sample_ratio",
+        allows_dual_clip=False,
     ),
-    "cispo": PolicyLoss(cispo, "-sg(min(r, {high:g})) A logprob"),
+    "cispo": PolicyLoss(cispo, "-sg(min(r, {high:g})) A logprob", bounds="weight", allows_dual_clip=False),
 }

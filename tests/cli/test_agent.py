@@ -33,7 +33,7 @@ def test_an_env_is_one_stream(model, capsys):
 
 
 def test_a_chat_agent_shows_its_tree(model, capsys):
-    out = shown(capsys, model, "chat_minimal.py", "--label", '"hi"', "--answer", "hi")
+    out = shown(capsys, model, "chat_minimal.py", "--label", "hi", "--answer", "hi")
     assert "1 calls, 1 samples, 3 trained tokens" in out and "Scored: reward 1, score 1" in out
     assert "'hi<|im_end|>'" in out
 

@@ -23,7 +23,10 @@ RL = (
     "--rollout.batch_size 8 --rollout.n_samples_per_prompt 4 --vllm.num_engines 1"
 )
 ALGORITHMS = Path(__file__).resolve().parents[2] / "examples" / "python" / "algorithms"
-SFT = "--model.model_name_or_path model --data.dataset prompts.jsonl --data.output_key label --data.max_len 64"
+SFT = (
+    "--model.model_name_or_path model --data.dataset prompts.jsonl --data.output_key label --data.max_len 64 "
+    "--train.batch_size 8 --train.micro_batch_size 8"
+)
 
 
 def _check(capsys, extra: str = "", kind: str = "rl") -> tuple[int, list[str]]:
@@ -34,7 +37,7 @@ def _check(capsys, extra: str = "", kind: str = "rl") -> tuple[int, list[str]]:
     return code, output.out.splitlines()
 
 
-@pytest.mark.parametrize(("kind", "lines"), [("rl", 5), ("sft", 3)])
+@pytest.mark.parametrize(("kind", "lines"), [("rl", 6), ("sft", 4)])
 def test_good_settings(kind, lines, run, capsys):
     code, shown = _check(capsys, kind=kind)
     assert code == 0
@@ -45,7 +48,7 @@ def test_good_settings(kind, lines, run, capsys):
 
 def test_check_means_check_rl(run, capsys):
     assert main(["check", *RL.split()]) == 0
-    assert "agent.py can be run" in capsys.readouterr().out
+    assert "agent.py imports" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("flag", ["data.prompt_dataset", "eval.dataset"])
@@ -222,9 +225,11 @@ def test_everything_wrong_is_said_at_once_and_raised_as_one(run, capsys):
     code, lines = _check(capsys, "--data.input_key inputs --train.agent_path agnt.py --train.batch_size 12")
     assert code == 1 and sum(line.startswith("error") for line in lines) == 3
     with pytest.raises(MoltError) as refused:
-        check.check_or_raise(parse(RLConfig, [*RL.split(), "--data.input_key", "inputs"], prog="x"))
+        check.check_or_raise(
+            parse(RLConfig, [*RL.split(), "--data.input_key", "inputs"], prog="x"), check.static_checks
+        )
     assert "Did you mean 'input'?" in str(refused.value)
-    found = check.check_or_raise(parse(RLConfig, RL.split(), prog="x"))
+    found = check.check_or_raise(parse(RLConfig, RL.split(), prog="x"), check.static_checks)
     assert isinstance(found, list) and not found.errors
 
 
