@@ -15,7 +15,7 @@ from molt.errors import ConfigError
 
 
 class Range(NamedTuple):
-    """What a setting may be, in its annotation; None (unset) always may."""
+    """The values that a setting may have, in its annotation; None (unset) always may."""
 
     holds: Callable[[Any], bool]
     consequence: str
@@ -24,32 +24,85 @@ class Range(NamedTuple):
 
 def comma_list(text: str) -> list[str]:
     """The items of a setting such as `a.jsonl, b.jsonl`."""
-    return [item.strip() for item in text.split(",") if item.strip()]
+    items = [item.strip() for item in text.split(",")]
+    return [item for item in items if item]
 
 
 def at_least(low: int, consequence: str, fix: str = "") -> Range:
-    return Range(lambda value: value >= low, consequence, fix or f"Use a value >= {low}")
+    def holds(value: float) -> bool:
+        return value >= low
+
+    return Range(holds, consequence, fix or f"Use a value >= {low}")
 
 
 def above_zero(consequence: str, fix: str = "Use a value > 0") -> Range:
-    return Range(lambda value: value > 0, consequence, fix)
+    def holds(value: float) -> bool:
+        return value > 0
+
+    return Range(holds, consequence, fix)
+
+
+def above_one(consequence: str, fix: str) -> Range:
+    def holds(value: float) -> bool:
+        return value > 1
+
+    return Range(holds, consequence, fix)
+
+
+def at_most_one(consequence: str, fix: str) -> Range:
+    def holds(value: float) -> bool:
+        return value <= 1
+
+    return Range(holds, consequence, fix)
 
 
 def fraction(of: str) -> Range:
-    return Range(lambda value: 0 <= value <= 1, f"it is a fraction of {of}", "Use a value in [0, 1]")
+    def holds(value: float) -> bool:
+        return 0 <= value <= 1
+
+    return Range(holds, f"it is a fraction of {of}", "Use a value in [0, 1]")
 
 
 def share(consequence: str, fix: str = "Use a value in (0, 1]") -> Range:
-    return Range(lambda value: 0 < value <= 1, consequence, fix)
+    def holds(value: float) -> bool:
+        return 0 < value <= 1
+
+    return Range(holds, consequence, fix)
 
 
 def count_or_minus_1(consequence: str, fix: str) -> Range:
-    return Range(lambda value: value == -1 or value > 0, consequence, fix)
+    def holds(value: int) -> bool:
+        return value == -1 or value > 0
+
+    return Range(holds, consequence, fix)
 
 
-def ascending(low: float, consequence: str, fix: str) -> Range:
-    """A pair LOW HIGH with `low <= LOW < HIGH`."""
-    return Range(lambda pair: low <= pair[0] < pair[1], consequence, fix)
+def ascending(consequence: str, fix: str) -> Range:
+    """A pair LOW HIGH with `LOW < HIGH`."""
+
+    def holds(pair: tuple[float, float]) -> bool:
+        low, high = pair
+        return low < high
+
+    return Range(holds, consequence, fix)
+
+
+def _are_decays(betas: tuple[float, float]) -> bool:
+    return all(0 <= beta < 1 for beta in betas)
+
+
+def _surround_one(clip: tuple[float, float]) -> bool:
+    low, high = clip
+    return 0 < low < 1 and high > 0
+
+
+def _is_band(threshold: tuple[float, ...]) -> bool:
+    """LOW HIGH, or HIGH alone."""
+    if len(threshold) == 1:
+        return threshold[0] > 0
+    if len(threshold) == 2:
+        return 0 <= threshold[0] < threshold[1]
+    return False
 
 
 TOP_P = share("it is a share of the probability")
@@ -79,7 +132,7 @@ class AdamConfig(Section, prefix="adam."):
     betas: Annotated[
         tuple[float, float],
         Range(
-            lambda betas: all(0 <= beta < 1 for beta in betas),
+            _are_decays,
             "the moments would never forget, or grow",
             "Use two values in [0, 1), such as 0.9 0.95",
         ),
@@ -93,14 +146,14 @@ class AdamConfig(Section, prefix="adam."):
 
 @dataclass(frozen=True)
 class OptimizerConfig(Section):
-    """What every trained model has."""
+    """Optimizer and learning rate of one trained model."""
 
     adam: AdamConfig = field(default_factory=AdamConfig)
     lr_scheduler: Literal["constant", "linear", "cosine", "polynomial", "inverse_sqrt", "wsd"] = "constant"
     """Shape of the learning rate after warm-up; constant still warms up."""
-    lr_warmup_ratio: Annotated[float, fraction("the whole")] = 0.03
+    lr_warmup_ratio: Annotated[float, fraction("all steps")] = 0.03
     """Fraction of all optimizer steps spent warming up; never 0 in the first step."""
-    min_lr_ratio: Annotated[float, fraction("the whole")] = 0.1
+    min_lr_ratio: Annotated[float, fraction("the peak")] = 0.1
     """The rate ends at this fraction of the peak."""
     max_norm: float = 1.0
     """Gradient-norm clip; <= 0 disables it."""
@@ -123,7 +176,7 @@ class ActorConfig(OptimizerConfig, ModelConfig, prefix="actor."):
     eps_clip_low_high: Annotated[
         tuple[float, float],
         Range(
-            lambda clip: 0 < clip[0] < 1 and clip[1] > 0,
+            _surround_one,
             "the clipped ratio would not surround 1",
             "Use two positive numbers, the first below 1, such as 0.2 0.2",
         ),
@@ -131,7 +184,7 @@ class ActorConfig(OptimizerConfig, ModelConfig, prefix="actor."):
     """The ratio is clipped to [1 - low, 1 + high] (ppo, gspo). cispo: high is the ceiling itself, low is unused."""
     dual_clip: Annotated[
         float | None,
-        Range(lambda c: c > 1, "tokens of a negative advantage would lose their gradient at once", "Use 3.0, or unset"),
+        above_one("tokens of a negative advantage would lose their gradient at once", "Use 3.0, or unset"),
     ] = None
     """ppo: with A < 0 the loss of a token is at most this times |A|. Unset: not bounded."""
     loss_mode: Literal["ppo", "gspo", "cispo"] = "ppo"
@@ -147,14 +200,14 @@ class ActorConfig(OptimizerConfig, ModelConfig, prefix="actor."):
     freezing_steps: Annotated[int, at_least(0, "no step comes before the first")] = 0
     """Training batches at the start in which the critic alone is trained (gae)."""
     num_nodes: Annotated[int, at_least(1, "nothing would train")] = 1
-    """Times `num_gpus_per_node`: how many policy ranks there are."""
+    """Nodes that hold policy ranks."""
     num_gpus_per_node: Annotated[int | None, at_least(1, "nothing would train")] = None
     """Policy ranks per node; unset: what the engines leave free, 1 on a CPU."""
 
 
 @dataclass(frozen=True)
 class RefConfig(Section, prefix="ref."):
-    """The frozen model of a KL, or the teacher of on_policy_distill."""
+    """The reference model of the KL, or the teacher of on_policy_distill. It is frozen."""
 
     model_name_or_path: str = ""
     """Hugging Face model directory or hub name. Unset: the actor's."""
@@ -164,15 +217,19 @@ class RefConfig(Section, prefix="ref."):
     """Reference ranks per node; unset: 1."""
 
 
+def _adam_of_critic() -> AdamConfig:
+    return AdamConfig(lr=5e-6)
+
+
 @dataclass(frozen=True)
 class CriticConfig(OptimizerConfig, ModelConfig, prefix="critic."):
     """The value model of gae."""
 
     model_name_or_path: str = ""
     """Hugging Face model directory or hub name. Unset: the actor's."""
-    adam: AdamConfig = field(default_factory=lambda: AdamConfig(lr=5e-6))
+    adam: AdamConfig = field(default_factory=_adam_of_critic)
     value_clip: Annotated[float, above_zero("no value could move")] = 0.2
-    """A value may move so far from what it was when the batch was scored."""
+    """Largest change of a value from what it was when the batch was scored."""
     max_epochs: Annotated[int, at_least(1, "nothing would be trained")] = 1
     """Passes of the critic over each training batch."""
     num_nodes: Annotated[int, at_least(1, "nothing would train")] = 1
@@ -307,7 +364,7 @@ class AdvantageConfig(Section, prefix="algo.advantage."):
     is_correction_threshold: Annotated[
         tuple[float, ...],
         Range(
-            lambda band: len(band) in (1, 2) and 0 <= (0, *band)[-2] < band[-1],
+            _is_band,
             "the band is empty and would filter every token",
             "Use LOW HIGH with 0 <= LOW < HIGH, such as 0.5 5.0, or HIGH alone",
         ),
@@ -320,7 +377,10 @@ class AdvantageConfig(Section, prefix="algo.advantage."):
     @property
     def band(self) -> tuple[float, float]:
         """(LOW, HIGH) of the importance correction."""
-        return (0.0, *self.is_correction_threshold)[-2:]
+        if len(self.is_correction_threshold) == 1:
+            return 0.0, self.is_correction_threshold[0]
+        low, high = self.is_correction_threshold
+        return low, high
 
 
 @dataclass(frozen=True)
@@ -336,7 +396,7 @@ class KlConfig(Section, prefix="algo.kl."):
     ref: Literal["model", "rollout"] = "model"
     """A frozen model (`ref.model_name_or_path`), or the policy as it was when it sampled the tokens."""
     target: Annotated[float | None, above_zero("no KL could be held there")] = None
-    """Adapt the coefficient so that the KL comes near this. Unset: it stays."""
+    """Adapt the coefficient so that the KL comes near this. Unset: the coefficient is constant."""
     horizon: Annotated[int, at_least(1, "it is a number of rollouts")] = 10000
     """Rollouts over which the coefficient adapts."""
 
@@ -351,18 +411,20 @@ class AlgoConfig(Section, prefix="algo."):
     """Discard groups whose mean score is outside `dynamic_filtering_range`, and start others in their place."""
     dynamic_filtering_range: Annotated[
         tuple[float, float],
-        ascending(-inf, "every group would be discarded", "Use LOW HIGH with LOW < HIGH, such as 0 1"),
+        ascending("every group would be discarded", "Use LOW HIGH with LOW < HIGH, such as 0 1"),
     ] = (0.0, 1.0)
     """LOW HIGH; a group is kept when LOW < its mean score < HIGH."""
     loss: str | None = None
-    """FILE.py:function, a policy loss of your own. Unset: `actor.loss_mode`."""
+    """FILE.py:function, a policy loss that you wrote. Unset: `actor.loss_mode`."""
 
     @property
     def kl_coef(self) -> float:
         """The coefficient of the KL before anything adapts it."""
         if self.kl.init_coef is not None:
             return self.kl.init_coef
-        return 1.0 if self.advantage.estimator == "on_policy_distill" else 0.0
+        if self.advantage.estimator == "on_policy_distill":
+            return 1.0
+        return 0.0
 
     @property
     def kl_in_reward(self) -> bool:
@@ -379,7 +441,7 @@ class RewardConfig(Section, prefix="reward."):
 
     clip_range: Annotated[
         tuple[float, float],
-        ascending(-inf, "every reward would become the same number", "Use LOW HIGH with LOW < HIGH, such as -10 10"),
+        ascending("every reward would become the same number", "Use LOW HIGH with LOW < HIGH, such as -10 10"),
     ] = (-10.0, 10.0)
     """Rewards are clipped to this range before advantages are computed."""
     overlong_buffer_len: Annotated[int | None, at_least(1, "it is a number of tokens")] = None
@@ -388,7 +450,7 @@ class RewardConfig(Section, prefix="reward."):
     """The penalty of a rollout that fills the context."""
     stop_properly_penalty_coef: Annotated[
         float | None,
-        Range(lambda c: c <= 1, "a cut answer would earn more than a whole one", "Use a value in [0, 1], or below 0"),
+        at_most_one("a truncated answer would earn more than a complete one", "Use a value in [0, 1], or below 0"),
     ] = None
     """A truncated rollout gets its reward times this, or, where this is below 0, this. Unset: its reward."""
 
@@ -410,7 +472,7 @@ class RolloutConfig(Section, prefix="rollout."):
     temperature: Annotated[
         float, above_zero("greedy decoding has no log-probs to learn from", "Use 1.0, or another positive temperature")
     ] = 1.0
-    """Sampling temperature; the trainer scales its logits by the same."""
+    """Sampling temperature; the trainer divides its logits by it too."""
     top_p: Annotated[float, TOP_P] = 1.0
     """Nucleus sampling."""
     top_k: Annotated[int, count_or_minus_1("no token is left to sample", "Use a positive number, or -1 for all")] = -1
@@ -461,36 +523,42 @@ class TrainConfig(Section, prefix="train."):
     ] = 1
     """Training batches that rollouts may run ahead; 0: strictly on-policy."""
     partial_rollout_enable: bool = False
-    """A publication interrupts running requests instead of letting them finish; they go on under the new weights."""
+    """A weight sync (publication) interrupts running requests instead of letting them finish; they continue with the
+    new weights."""
     max_staleness: int | None = None
-    """No token is trained more than this many batches after its weights. Unset: async_queue_size."""
+    """Largest number of batches trained between sampling a token and training on it. Unset: async_queue_size."""
     rollout_dump_dir: Path | None = None
-    """Write the rollouts of every training batch there, whole."""
+    """Directory for the complete rollouts of every training batch."""
     rollout_replay_dir: Path | None = None
-    """Train on the batches that `rollout_dump_dir` wrote there, without engines, agent and rewards of its own."""
+    """Directory that `rollout_dump_dir` wrote: train on its batches, without engines and agent."""
     full_determinism_enable: bool = False
     """Equal runs give equal bits: deterministic kernels, and an engine whose tokens do not depend on what else it
     generates; slower. Needs async_queue_size 0."""
     watchdog_s: Annotated[float, above_zero("everything would count as hung")] = 600.0
-    """An engine or a runner that says nothing for so long is restarted. When no rollout does anything for so long, a
-    table says who waits for whom; they begin again after `rollout.timeout_s`."""
+    """Seconds of silence after which an engine or a runner is restarted. When no rollout makes progress for so long, a
+    table shows who waits for whom; the rollouts are restarted after `rollout.timeout_s`."""
     max_restarts: Annotated[int, at_least(0, "it is a number of restarts", "Use 0 to stop at the first loss")] = 3
-    """Restarts in a row, without progress between them, of an engine, a runner, the ranks, or (--supervise) the
-    driver."""
+    """Largest number of consecutive restarts, without progress between them, of an engine, a runner, the ranks, or
+    (--supervise) the driver."""
     grad_spike_factor: Annotated[
-        float, Range(lambda factor: factor > 1, "steps like those before would be skipped", "Use a value > 1, or inf")
+        float, above_one("steps like those before would be skipped", "Use a value > 1, or inf")
     ] = 20.0
-    """A step is skipped if its gradient norm is not finite, or so many times the running median; inf: no such limit."""
+    """An optimizer step is skipped if its gradient norm is not finite, or above this many times the running median;
+    inf: no such limit."""
     max_trips: Annotated[int, at_least(1, "the run would stop before its breaker ever tripped")] = 3
-    """The run stops, with the evidence, when so many of its last 100 batches had a step that was skipped."""
-    parity_bound: Annotated[float | None, above_zero("no two programs agree that well, so the run would stop")] = None
-    """Largest log-prob difference of trainer and engine on the probe. Unset: fp32 1e-3 (max), else 0.05 (mean)."""
+    """The run stops when this many of its last 100 batches had a skipped optimizer step."""
+    parity_bound: Annotated[float | None, above_zero("no two programs agree so well, so the run would stop")] = None
+    """Largest log-prob difference of trainer and engine on the probe. Unset: 1e-3 (maximum) with fp32, else 0.05
+    (mean)."""
     colocate_fsdp_models: bool = False
-    """Policy, reference and critic share their GPUs instead of having their own."""
+    """Policy, reference and critic share the same GPUs."""
 
     @property
     def staleness_bound(self) -> int:
-        return self.async_queue_size if self.max_staleness is None else self.max_staleness
+        """The bound in batches that is in force."""
+        if self.max_staleness is None:
+            return self.async_queue_size
+        return self.max_staleness
 
 
 @dataclass(frozen=True)
@@ -506,11 +574,12 @@ class VllmConfig(Section, prefix="vllm."):
     gpu_memory_utilization: Annotated[float, share("it is a fraction of a GPU")] = 0.9
     """Fraction of a GPU that an engine may use."""
     enforce_eager: bool = False
-    """No graphs and no compilation; always so on a CPU."""
+    """Without CUDA graphs and compilation; always on for a CPU."""
     enable_prefix_caching: bool = True
-    """Reuse the KV of shared prefixes (cleared at every publication)."""
+    """Reuse the KV of shared prefixes (cleared at every weight sync)."""
     partial_kv: Literal["recompute", "keep"] = "recompute"
-    """What an interrupted request goes on with. recompute: its prefix under the new weights; keep: the KV it had."""
+    """The KV of a request that a weight sync interrupts. recompute: its prefix again, with the new weights; keep: the
+    KV it has."""
     weight_transfer: Literal["auto", "nccl", "ipc", "shm"] = "auto"
     """How weights reach the engines. auto: shm on a CPU, else nccl."""
 
@@ -528,7 +597,7 @@ class EvalConfig(Section, prefix="eval."):
     eval_at_start: bool = False
     """Evaluate version 0 before the first step."""
     eval_only: bool = False
-    """Evaluate the model and end: no trainer is built. `molt eval` is the same."""
+    """Evaluate the model and exit; no trainer is built. `molt eval` is the same."""
     batch_size: Annotated[int | None, at_least(1, "nothing would be evaluated")] = None
     """Prompts in flight at once. Unset: as many rollouts as in training."""
     n_samples_per_prompt: Annotated[int | None, at_least(1, "nothing would be evaluated")] = None
@@ -564,10 +633,12 @@ class RLConfig:
 
     @property
     def rollouts_per_batch(self) -> int:
+        """Rollouts of one training batch."""
         return self.rollout.batch_size * self.rollout.n_samples_per_prompt
 
     @property
     def rollouts_per_step(self) -> int:
         """Rollouts of one optimizer step."""
-        asked = None if self.train.force_on_policy else self.train.batch_size
-        return asked or self.rollouts_per_batch
+        if self.train.force_on_policy or self.train.batch_size is None:
+            return self.rollouts_per_batch
+        return self.train.batch_size

@@ -74,15 +74,23 @@ class SftEvalConfig(Section, prefix="eval."):
     """Cadence in optimizer steps; -1: after each epoch."""
 
 
+def _default_adam() -> AdamConfig:
+    return AdamConfig(lr=5e-6)
+
+
+def _default_ckpt() -> CkptConfig:
+    return CkptConfig(save_steps=-1)
+
+
 @dataclass(frozen=True)
 class SftConfig(OptimizerConfig):
     """`molt sft`: supervised fine-tuning."""
 
-    adam: AdamConfig = field(default_factory=lambda: AdamConfig(lr=5e-6))
+    adam: AdamConfig = field(default_factory=_default_adam)
     model: ModelConfig = field(default_factory=ModelConfig)
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
     data: SftDataConfig = field(default_factory=SftDataConfig)
     train: SftTrainConfig = field(default_factory=SftTrainConfig)
     eval: SftEvalConfig = field(default_factory=SftEvalConfig)
-    ckpt: CkptConfig = field(default_factory=lambda: CkptConfig(save_steps=-1))
+    ckpt: CkptConfig = field(default_factory=_default_ckpt)
     logger: LoggerConfig = field(default_factory=LoggerConfig)

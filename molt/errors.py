@@ -41,7 +41,7 @@ class UnusableRow(DataError):
 
 
 class ResourceError(MoltError, RuntimeError):
-    """What was asked for is not there."""
+    """The machine or the cluster has less than the settings ask for."""
 
 
 class AgentError(MoltError, TypeError):
@@ -49,7 +49,7 @@ class AgentError(MoltError, TypeError):
 
 
 class LostError(MoltError, RuntimeError):
-    """Processes are gone for good: a new driver, on a machine that is well, would go on."""
+    """Processes are gone for good: a new driver on a healthy machine could continue."""
 
 
 class EngineError(LostError):
@@ -57,7 +57,7 @@ class EngineError(LostError):
 
 
 class PublicationError(MoltError, RuntimeError):
-    """Weights did not arrive, or are not in use. worker: the engine worker that has wrong ones, where one is named."""
+    """Weights did not arrive, or are not in use. worker: the engine worker that has wrong ones, if one is known."""
 
     def __init__(self, message: str, worker: int | None = None):
         super().__init__(message)
@@ -73,7 +73,7 @@ class BreakerError(TrainingError):
 
 
 class RankLostError(TrainingError, LostError):
-    """A rank is dead or does not answer: its part of the weights is gone, those of the last checkpoint are not."""
+    """A rank is dead or does not answer: its part of the weights is lost, the last checkpoint is not."""
 
 
 class CheckpointError(MoltError, RuntimeError):
@@ -85,10 +85,28 @@ class FailureRateError(MoltError, RuntimeError):
 
 
 class StalledError(MoltError, TimeoutError):
-    """Nothing moved for longer than the bound."""
+    """Nothing made progress for longer than the bound."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """` Did you mean 'x'?` for the nearest of `known`, or an empty string."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    if not near:
+        return ""
+    return f" Did you mean {near[0]!r}?"
+
+
+def plural(count: int, noun: str) -> str:
+    """`1 row`, `2 rows`."""
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count:,} {noun}s"
+
+
+def described(error: BaseException) -> str:
+    """`KeyError: 'x'`: the type and the text of an error, as Python prints it."""
+    text = str(error)
+    name = type(error).__name__
+    if not text:
+        return name
+    return f"{name}: {text}"

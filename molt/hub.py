@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub answers: what loads from it tries for half a minute before it says no."""
+"""Whether the Hugging Face hub answers. Its loaders retry for half a minute before they raise."""
 
 from functools import cache
 from pathlib import Path
@@ -16,8 +16,8 @@ def only_local(model: str) -> bool:
         return True
     try:
         HfApi().model_info(model, timeout=TIMEOUT_S)
-    except HfHubHTTPError:  # it answers, and the loader will say what: no such model, no access
+    except HfHubHTTPError:  # it answers, and the loader will report why: no such model, no access
         return False
-    except Exception:  # of many kinds, all of a hub that is not reached; the loader names what the cache lacks
+    except Exception:  # of many kinds: the hub cannot be reached, and the loader names what the cache lacks
         return True
     return False

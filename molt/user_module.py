@@ -1,12 +1,19 @@
-"""A Python file of the user's as a module."""
+"""A Python file of the user's as a module, and the line of it that raised."""
 
 import importlib.util
 import sys
+import sysconfig
+import traceback
 import zlib
 from pathlib import Path
 from types import ModuleType
 
-from molt.errors import ConfigError, MoltError, did_you_mean
+from molt.errors import ConfigError, MoltError, described, did_you_mean
+
+_NOT_THE_USERS = tuple(
+    [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")] + [str(Path(__file__).parent)]
+)
+"""The folders of Python, of installed packages and of molt."""
 
 
 def load_module(path: str, flag: str, error: type[MoltError] = ConfigError) -> ModuleType:
@@ -14,9 +21,12 @@ def load_module(path: str, flag: str, error: type[MoltError] = ConfigError) -> M
     file = Path(path)
     setting = f"`{flag}` (={path})"
     if not file.is_file():
-        near = did_you_mean(file.name, [p.name for p in file.parent.glob("*.py")]) if file.parent.is_dir() else ""
+        neighbours = [neighbour.name for neighbour in file.parent.glob("*.py")]
+        near = did_you_mean(file.name, neighbours)
         raise error(f"{setting} is not a file: there is nothing to run.{near} Give the path of a FILE.py.")
-    name = f"molt_plugin_{file.stem}_{zlib.crc32(str(file.resolve()).encode()):08x}"  # agent.py may be there twice
+
+    # Two files of the same name are two modules.
+    name = f"molt_plugin_{file.stem}_{zlib.crc32(str(file.resolve()).encode()):08x}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise error(f"{setting} is not a Python file: it cannot be imported. Use FILE.py.")
@@ -26,7 +36,22 @@ def load_module(path: str, flag: str, error: type[MoltError] = ConfigError) -> M
         spec.loader.exec_module(module)
     except Exception as wrong:  # the user's file may raise anything
         raise error(
-            f"{setting} cannot be imported: {wrong!r}. Nothing in it could run. Run `python {path}` to see the "
-            "traceback."
+            f"{setting} cannot be imported: {described(wrong)} at {raised_at(wrong)}. Nothing in it could run. Run "
+            f"`python {path}` to see the traceback."
         ) from wrong
     return module
+
+
+def raised_at(error: BaseException) -> str:
+    """`FILE:LINE`, the innermost line of the user's that led to the error; if there is none, the line that raised it.
+
+    A `SyntaxError` names the line that cannot be parsed.
+    """
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        return f"{error.filename}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return "an unknown line"
+    of_user = [frame for frame in frames if not frame.filename.startswith((*_NOT_THE_USERS, "<"))]
+    innermost = of_user[-1] if of_user else frames[-1]
+    return f"{innermost.filename}:{innermost.lineno}"

@@ -20,6 +20,7 @@ LAYERS = [
         "config_sft",
         "rules",
         "rules_sft",
+        "setting",
         "errors",
         "user_module",
         "rare_gc",

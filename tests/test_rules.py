@@ -10,9 +10,12 @@ import pytest
 
 from molt import rules, rules_sft
 from molt.algo.advantage import ADVANTAGES
+from molt.algo.loss import LOSSES
 from molt.cli.args import flags, parse
 from molt.config import RLConfig
 from molt.config_sft import SftConfig
+from molt.rules import RL, Algorithm, ReadOnlyWhen
+from molt.setting import Reference, name_of, single_settings, value_of
 
 GOOD_RL = (
     "--actor.model_name_or_path m --data.prompt_dataset p.jsonl --train.agent_path a.py "
@@ -22,17 +25,21 @@ DISTILL = "--algo.advantage.estimator on_policy_distill --ref.model_name_or_path
 GOOD_SFT = "--model.model_name_or_path m --data.dataset d.jsonl"
 GOOD_EVAL = "--actor.model_name_or_path m --eval.dataset e.jsonl --train.agent_path a.py --eval.eval_only"
 CONFIGS = {"rl": (RLConfig, GOOD_RL), "eval": (RLConfig, GOOD_EVAL), "sft": (SftConfig, GOOD_SFT)}
-OF_ESTIMATORS = [*rules.ESTIMATOR_RULES, *rules.ESTIMATOR_WARNINGS]
-ERRORS = {"rl": [*rules.RULES, *rules.ESTIMATOR_RULES], "eval": rules.EVAL_RULES, "sft": rules_sft.RULES}
-WARNINGS = {"rl": [*rules.WARNINGS, *rules.ESTIMATOR_WARNINGS], "eval": rules.EVAL_WARNINGS, "sft": rules_sft.WARNINGS}
+
+
+def row(setting: object) -> ReadOnlyWhen:
+    """The row of the table that has this setting."""
+    (found,) = (row for row in rules.READ_ONLY_WHEN if setting in row.settings)
+    return found
+
 
 # rule, trainer, flags that break it, values in the message, consequence, a fix
 BROKEN = [
     (rules.rl_needs_a_model, "rl", "--actor.model_name_or_path ''", ["not set"], "nothing to train", ""),
     (rules.rl_needs_a_model, "eval", "--actor.model_name_or_path ''", ["not set"], "nothing to evaluate", ""),
-    (rules.eval_needs_a_dataset, "eval", "--eval.dataset None", ["not set"], "nothing to evaluate it on", ""),
+    (rules.eval_needs_a_dataset, "eval", "--eval.dataset None", ["not set"], "nothing to evaluate the model on", ""),
     (rules.rl_needs_prompts, "rl", "--data.prompt_dataset ''", ["not set"], "no rollout can start", ""),
-    (rules.rl_needs_an_agent, "rl", "--train.agent_path ''", ["not set"], "what a reward is", ""),
+    (rules.rl_needs_an_agent, "rl", "--train.agent_path ''", ["not set"], "nothing computes a reward", ""),
     *(
         (
             rules.shares_mix_the_datasets,
@@ -61,7 +68,7 @@ BROKEN = [
         ]
     ),
     *(
-        (rules.tools_need_a_template, trainer, "--data.tools_key tools", ["(=tools)", "(=False)"], "no place", fix)
+        (row(RL.data.tools_key), trainer, "--data.tools_key tools", ["(=tools)", "(=False)"], "no place", fix)
         for trainer in ("rl", "eval")
         for fix in ("--data.apply_chat_template", "--data.tools_key None")
     ),
@@ -116,7 +123,7 @@ BROKEN = [
             "rl",
             f"{DISTILL} {wrong}",
             ["(=on_policy_distill)", value],
-            "the KL that it learns from would be 0",
+            "the KL that this estimator learns from would be 0",
             fix,
         )
         for wrong, value, fix in [
@@ -171,7 +178,7 @@ BROKEN = [
     ),
     *(
         (
-            rules.freezing_needs_a_critic,
+            row(RL.actor.freezing_steps),
             "rl",
             f"--actor.freezing_steps 5 --algo.advantage.estimator {name}",
             ["(=5)", f"(={name})"],
@@ -182,7 +189,7 @@ BROKEN = [
     ),
     *(
         (
-            rules.dual_clip_needs_ppo,
+            row(RL.actor.dual_clip),
             "rl",
             f"--actor.dual_clip 3 --actor.loss_mode {mode} --actor.eps_clip_low_high 0.01 5",
             ["(=3.0)", f"(={mode})"],
@@ -192,7 +199,7 @@ BROKEN = [
         for mode in ("gspo", "cispo")
     ),
     (
-        rules.cispo_has_a_ceiling,
+        rules.ceiling_keeps_fresh_tokens,
         "rl",
         "--actor.loss_mode cispo",
         ["(=(0.2, 0.2))", "(=cispo)"],
@@ -234,7 +241,7 @@ BROKEN = [
             f"--algo.advantage.is_correction_gating {gating} --algo.advantage.is_correction_threshold 0 0.05 "
             f"--algo.advantage.is_correction_{wrong}",
             [f"(={gating})", f"(={wrong.split()[1]})"],
-            "only says which tokens or samples drop out",
+            "can only decide which tokens or samples are dropped",
             fix,
         )
         for gating, wrong, fix in [
@@ -249,7 +256,7 @@ BROKEN = [
         "rl",
         "--algo.advantage.is_correction_gating tv --algo.advantage.is_correction_level seq",
         ["(=tv)", "(=(0.5, 5.0))"],
-        "just those tokens would drop out",
+        "just those tokens would be dropped",
         "--algo.advantage.is_correction_threshold 0 0.05",
     ),
     (
@@ -296,7 +303,7 @@ BROKEN = [
         "--algo.advantage.is_correction_level token",
     ),
     *(
-        (rules.kept_kv_needs_partial_rollouts, "rl", "--vllm.partial_kv keep", ["(=keep)", "(=False)"], "no KV", fix)
+        (row(RL.vllm.partial_kv), "rl", "--vllm.partial_kv keep", ["(=keep)", "(=False)"], "no KV", fix)
         for fix in ("--train.partial_rollout_enable", "--vllm.partial_kv recompute")
     ),
     (
@@ -440,7 +447,7 @@ BROKEN = [
         "--rollout.vllm_generate_batch_size 24",
     ),
     (
-        rules.warn_eval_without_dataset,
+        row(RL.eval.steps),
         "rl",
         "--eval.steps 5",
         ["(=5)"],
@@ -448,7 +455,7 @@ BROKEN = [
         "--eval.dataset FILE.jsonl",
     ),
     (
-        rules.warn_eval_without_dataset,
+        row(RL.eval.eval_at_start),
         "rl",
         "--eval.eval_at_start",
         [],
@@ -456,7 +463,7 @@ BROKEN = [
         "--eval.dataset FILE.jsonl",
     ),
     (
-        rules.warn_eval_without_dataset,
+        row(RL.eval.steps),
         "sft",
         "--eval.steps 5",
         ["(=5)"],
@@ -464,7 +471,7 @@ BROKEN = [
         "--eval.dataset FILE.jsonl",
     ),
     (
-        rules.warn_template_unused,
+        row(RL.data.chat_template),
         "rl",
         "--data.chat_template t.jinja",
         ["(=t.jinja)"],
@@ -473,7 +480,7 @@ BROKEN = [
     ),
     *(
         (
-            rules.warn_discount_unused,
+            row(getattr(RL.algo.advantage, name)),
             "rl",
             f"--algo.advantage.{name} 0.9 --algo.advantage.estimator {estimator}",
             ["(=0.9)", f"(={estimator})"],
@@ -490,7 +497,7 @@ BROKEN = [
     ),
     *(
         (
-            rules.warn_critic_unused,
+            row(RL.critic),
             "rl",
             f"--critic.{name} {value} --algo.advantage.estimator {estimator}",
             [f"`critic.{name}` (={value})", f"(={estimator})"],
@@ -505,7 +512,7 @@ BROKEN = [
     ),
     *(
         (
-            rules.warn_reference_unused,
+            row(RL.ref),
             "rl",
             f"--ref.model_name_or_path other {flags}",
             ["`ref.model_name_or_path` (=other)", value],
@@ -516,7 +523,7 @@ BROKEN = [
     ),
     *(
         (
-            rules.warn_kl_unused,
+            row(RL.algo.kl.horizon),
             "rl",
             f"--algo.kl.{flag}",
             [f"(={value})", "(=None)"],
@@ -542,7 +549,7 @@ BROKEN = [
         for name, fix in (("k2", "--algo.kl.estimator k1"), ("k3", "--algo.kl.use_loss"))
     ),
     (
-        rules.warn_gspo_never_clips,
+        rules.warn_sample_ratio_never_clips,
         "rl",
         "--actor.loss_mode gspo",
         ["(=(0.2, 0.2))", "(=gspo)"],
@@ -550,7 +557,7 @@ BROKEN = [
         "--actor.eps_clip_low_high 3e-4 4e-4",
     ),
     (
-        rules.warn_penalty_unused,
+        row(RL.reward.overlong_penalty_factor),
         "rl",
         "--reward.overlong_penalty_factor 0.5",
         ["(=0.5)", "(=None)"],
@@ -558,7 +565,7 @@ BROKEN = [
         "--reward.overlong_buffer_len 512",
     ),
     (
-        rules.warn_no_best,
+        row(RL.ckpt.best_metric_key),
         "rl",
         "--ckpt.best_metric_key eval/math/pass1",
         ["(=eval/math/pass1)", "(=None)"],
@@ -566,7 +573,7 @@ BROKEN = [
         "--eval.dataset FILE.jsonl",
     ),
     (
-        rules.warn_budget_unused,
+        row(RL.train.max_tokens_per_gpu),
         "rl",
         "--train.max_tokens_per_gpu 4096",
         ["(=4096)", "(=False)"],
@@ -597,6 +604,31 @@ BROKEN = [
         "nothing is saved",
         "--ckpt.save_steps 20",
     ),
+    (rules.rl_needs_an_agent, "eval", "--train.agent_path ''", ["not set"], "nothing computes a reward", ""),
+    (
+        rules.answer_fits_the_context,
+        "eval",
+        "--eval.max_new_tokens 64 --data.max_len 64",
+        ["(=64)"],
+        "no room for a prompt",
+        "--eval.max_new_tokens 32",
+    ),
+    (
+        rules.transfer_fits_the_device,
+        "eval",
+        "--fsdp.device cpu --vllm.weight_transfer nccl",
+        ["(=nccl)", "(=cpu)"],
+        "no weights would arrive",
+        "--vllm.weight_transfer auto",
+    ),
+    (
+        row(RL.data.chat_template),
+        "eval",
+        "--data.chat_template t.jinja",
+        ["(=t.jinja)"],
+        "no template",
+        "--data.apply_chat_template",
+    ),
     (rules_sft.sft_needs_a_model, "sft", "--model.model_name_or_path ''", ["not set"], "nothing to train", ""),
     (rules_sft.sft_needs_a_dataset, "sft", "--data.dataset ''", ["not set"], "nothing to learn from", ""),
     (
@@ -616,13 +648,30 @@ def _config(trainer: str, extra: str = ""):
     return parse(config_class, [token.strip("'") for token in f"{good} {extra}".split()], prog="molt")
 
 
-def _said(rule, config) -> str | None:
-    return rule(config, ADVANTAGES[config.algo.advantage.estimator]) if rule in OF_ESTIMATORS else rule(config)
+def _algorithm(config) -> Algorithm | None:
+    """Only RL has one."""
+    if not isinstance(config, RLConfig) or config.eval.eval_only:
+        return None
+    return Algorithm(ADVANTAGES[config.algo.advantage.estimator], LOSSES[config.actor.loss_mode])
+
+
+def _message(rule, config) -> str | None:
+    if isinstance(rule, ReadOnlyWhen):
+        return rule.message(config, _algorithm(config))
+    (registered,) = (registered for registered in rules.REGISTRY if registered.check is rule)
+    return rule(config, _algorithm(config)) if registered.reads_algorithm else rule(config)
+
+
+def _is_error(rule) -> bool:
+    if isinstance(rule, ReadOnlyWhen):
+        return rule.is_error
+    (registered,) = (registered for registered in rules.REGISTRY if registered.check is rule)
+    return registered.is_error
 
 
 def _errors_and_warnings(trainer: str, config) -> tuple[list[str], list[str]]:
-    errors, warnings = ([_said(rule, config) for rule in listed[trainer]] for listed in (ERRORS, WARNINGS))
-    return [text for text in errors if text], [text for text in warnings if text]
+    algorithm = _algorithm(config)
+    return rules.errors(trainer, config, algorithm), rules.warnings(trainer, config, algorithm)
 
 
 @pytest.mark.parametrize("trainer", CONFIGS)
@@ -633,15 +682,16 @@ def test_good_settings_pass_in_silence(trainer):
 @pytest.mark.parametrize(("rule", "trainer", "broken", "values", "consequence", "fix"), BROKEN)
 def test_a_rule_names_values_consequence_and_a_fix_that_works(rule, trainer, broken, values, consequence, fix):
     config = _config(trainer, broken)
-    message = _said(rule, config)
+    message = _message(rule, config)
     assert message and consequence in message and message.endswith(".")
     for value in values:
         assert value in message
-    assert message in _errors_and_warnings(trainer, config)[rule in WARNINGS[trainer]]
+    errors, warnings = _errors_and_warnings(trainer, config)
+    assert message in (errors if _is_error(rule) else warnings)
     for flag in fix.split(" --"):
         assert flag.removeprefix("--").split(" ")[0] in message
     if (fix and "FILE" not in fix) or fix.endswith(".jsonl"):
-        assert _said(rule, _config(trainer, f"{broken} {fix}")) is None
+        assert _message(rule, _config(trainer, f"{broken} {fix}")) is None
 
 
 @pytest.mark.parametrize("trainer", CONFIGS)
@@ -667,24 +717,65 @@ def test_a_token_budget_takes_the_place_of_the_micro_batch_size():
     assert rules_sft.warn_micro_batch_never_full(config) is None
 
 
-def test_every_rule_is_listed_and_broken_here():
+def test_every_rule_is_registered_and_broken_here():
     functions = {
         name
         for name, function in (vars(rules) | vars(rules_sft)).items()
         if inspect.isfunction(function) and function.__annotations__.get("return") == rules.Message
-    } - {"required"}
-    listed = {rule.__name__ for listed in (ERRORS, WARNINGS) for rules_ in listed.values() for rule in rules_}
-    assert functions == listed == {rule.__name__ for rule, *_ in BROKEN}
+    } - {"required", "wrong_shares"}
+    broken = [rule for rule, *_ in BROKEN]
+    assert functions == {registered.check.__name__ for registered in rules.REGISTRY}
+    assert functions == {rule.__name__ for rule in broken if not isinstance(rule, ReadOnlyWhen)}
+    assert not [row.settings for row in rules.READ_ONLY_WHEN if row not in broken]
+
+
+@pytest.mark.parametrize("command", CONFIGS)
+def test_every_command_keeps_the_rules_that_are_broken_for_it(command):
+    """A rule is registered for the commands that it is tested with, and for no other."""
+    tested = {_name(rule) for rule, trainer, *_ in BROKEN if trainer == command}
+    registered = {_name(registered.check) for registered in rules.REGISTRY if command in registered.commands}
+    rows = {_name(row) for row in rules.READ_ONLY_WHEN if command in row.commands}
+    assert tested == registered | rows
+
+
+def _name(rule) -> str:
+    return name_of(rule.settings[0]) if isinstance(rule, ReadOnlyWhen) else rule.__name__
 
 
 def test_all_messages_come_at_once():
-    assert sum("is not set" in text for text in rules.broken(rules.RULES, RLConfig())) == 3
+    assert sum("is not set" in text for text in rules.errors("rl", RLConfig())) == 3
 
 
-def test_flash_reinforce_needs_two_rollouts_in_the_batch_and_no_group():
+def test_without_an_algorithm_the_others_are_checked():
+    """As when the file of a user's estimator cannot be imported."""
+    config = _config("rl", "--rollout.n_samples_per_prompt 1 --algo.dynamic_filtering_enable --critic.max_epochs 2")
+    (error,) = rules.errors("rl", config)
+    assert "dynamic_filtering_enable" in error and rules.warnings("rl", config) == []
+
+
+@pytest.mark.parametrize("config", [RLConfig(), SftConfig()], ids=["rl", "sft"])
+def test_a_reference_has_the_name_and_the_value_of_its_setting(config):
+    references = list(single_settings(Reference("", type(config))))
+    assert [name_of(reference) for reference in references] == list(flags(type(config)))
+    for reference in references:
+        value = functools.reduce(getattr, name_of(reference).split("."), config)
+        assert value_of(reference, config) is value
+
+
+def test_a_reference_to_no_setting_is_an_error():
+    with pytest.raises(AttributeError, match="no setting `targett`"):
+        RL.algo.kl.targett  # noqa: B018
+    with pytest.raises(AttributeError, match="no setting `real`"):
+        RL.algo.kl.target.real  # noqa: B018
+    with pytest.raises(TypeError, match="is a value, not a reference"):
+        rules.message(RLConfig(), [RLConfig().algo.kl.target], "", "")
+
+
+def test_a_baseline_of_the_batch_needs_two_rollouts_in_it_and_no_group():
     flags = "--algo.advantage.estimator flash_reinforce --rollout.n_samples_per_prompt 1"
-    assert rules.baseline_needs_a_group(_config("rl", flags)) is None
-    assert rules.baseline_needs_a_group(_config("rl", f"{flags} --rollout.batch_size 1"))
+    for more, broken in (("", False), (" --rollout.batch_size 1", True)):
+        config = _config("rl", flags + more)
+        assert (rules.baseline_needs_a_group(config, _algorithm(config)) is not None) == broken
 
 
 @pytest.mark.parametrize(
@@ -710,9 +801,10 @@ def test_algorithms_that_nothing_is_said_of(flags):
     assert _errors_and_warnings("rl", _config("rl", flags)) == ([], [])
 
 
-def test_group_estimators_are_those_of_algo():
-    group = {name for name, estimator in ADVANTAGES.items() if estimator.level == "group"}
-    assert {*rules.NEED_A_GROUP} == group - {"flash_reinforce"}  # whose baseline is the batch
+def test_a_group_estimator_says_what_its_baseline_is():
+    """The rule asks the row; a row that forgot to say would train advantages of 0."""
+    for name, estimator in ADVANTAGES.items():
+        assert (estimator.baseline is not None) == (estimator.level == "group"), name
 
 
 def test_rules_import_nothing_heavy():
@@ -721,4 +813,4 @@ def test_rules_import_nothing_heavy():
         for node in ast.walk(ast.parse(inspect.getsource(rules)))
         if isinstance(node, ast.ImportFrom) and node.module
     }
-    assert imported == {"collections", "operator", "typing", "molt"}
+    assert imported == {"collections", "dataclasses", "typing", "molt"}

@@ -8,6 +8,7 @@ bound is active.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,6 +26,11 @@ class PolicyLoss:
     """For the header of a run: `str.format` text with the scalars of `fn`."""
     where: tuple[str, str] | None = None
     """A symbol of the formula and its definition."""
+    bounds: Literal["token_ratio", "sample_ratio", "weight"] | None = None
+    """What `low` and `high` bound: the ratio of a token, the mean ratio of a sample, or, with `high`, the weight of a
+    token. None: a user's loss decides."""
+    allows_dual_clip: bool = True
+    """Whether `actor.dual_clip` may be set."""
 
 
 def ppo(
@@ -125,14 +131,19 @@ LOSSES: dict[str, PolicyLoss] = {
     "ppo": PolicyLoss(
         fn=ppo,
         formula="-min(r A, clip(r, 1 - {low:g}, 1 + {high:g}) A)",
+        bounds="token_ratio",
     ),
     "gspo": PolicyLoss(
         fn=gspo,
         formula="-min(s A, clip(s, 1 - {low:g}, 1 + {high:g}) A)",
         where=("s", "exp(mean of log r over the sample)"),
+        bounds="sample_ratio",
+        allows_dual_clip=False,
     ),
     "cispo": PolicyLoss(
         fn=cispo,
         formula="-sg(min(r, {high:g})) A logprob",
+        bounds="weight",
+        allows_dual_clip=False,
     ),
 }

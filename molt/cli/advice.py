@@ -1,4 +1,4 @@
-"""What `molt check` and `molt rl` say on top of what is wrong.
+"""What `molt check` and `molt rl` add to what is wrong: what is doubtful.
 
 Disk space, prompts that are trained and evaluated, processes against cores or GPUs.
 """
@@ -7,11 +7,12 @@ import json
 import os
 import shutil
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from molt.algo.plugin import load_estimator
-from molt.cli.check import Findings, first_held_out, first_prompts, nearest_existing, static_checks
+from molt.cli.check import Dataset, Findings, first_held_out, first_prompts, nearest_existing, static_checks
 from molt.config import CkptConfig, RLConfig
 from molt.data.rows import Rows
 from molt.errors import MoltError
@@ -19,6 +20,7 @@ from molt.parallel import mesh
 
 CHECKPOINT_BYTES = 12
 """Per parameter: a float32 master and two moments."""
+GIB = 2**30
 
 
 def all_checks(config: RLConfig) -> Findings:
@@ -29,80 +31,149 @@ def all_checks(config: RLConfig) -> Findings:
 
 
 def advise(config: RLConfig) -> Findings:
-    """What `static_checks` has not said; what it has refused is passed over."""
+    """What is doubtful; what `static_checks` refuses is passed over."""
     found = Findings()
-    best = config.eval.dataset is not None and config.ckpt.best_metric_key != "none"
-    actor, values = config.actor.model_name_or_path, False
-    with suppress(MoltError):
-        values = "values" in load_estimator(config.algo.advantage.estimator).needs
-    critic = (config.critic.model_name_or_path or actor) if values else ""
-    disk(found, config.ckpt, actor, best=best, critic=critic)
+    actor = config.actor.model_name_or_path
+    has_critic = _has_critic(config)
+    critic = (config.critic.model_name_or_path or actor) if has_critic else ""
+    keeps_best = config.eval.dataset is not None and config.ckpt.best_metric_key != "none"
+    check_disk(found, config.ckpt, actor, critic=critic, keeps_best=keeps_best)
+
     with suppress(MoltError):
         if config.data.prompt_dataset and config.eval.dataset:
-            overlap(found, first_prompts(config), config)
+            check_overlap(found, first_prompts(config), first_held_out(config), config.data.input_key)
     with suppress(MoltError):
-        _resources(found, config, values=values)
+        _check_resources(found, config, has_critic=has_critic)
     return found
 
 
-def disk(found: Findings, ckpt: CkptConfig, model: str, best: bool = False, critic: str = "") -> None:
-    """Checkpoints and models against free space. best: the best checkpoint is kept, and its model. critic: or none."""
-    stored, parameters = _size(model)
-    parameters += _size(critic)[1] if critic else 0
-    one = parameters * CHECKPOINT_BYTES + stored * ckpt.save_hf
-    kept = max(min(one * ckpt.max_num, ckpt.max_mem * 2**30), one * (1 + best))
-    # A checkpoint is written aside before the oldest one is removed.
-    need = stored * (1 + best) + (one if ckpt.save_steps == -1 and not best else kept + one)
+def _has_critic(config: RLConfig) -> bool:
+    try:
+        return "values" in load_estimator(config.algo.advantage.estimator).needs
+    except MoltError:
+        return False
+
+
+# Disk space.
+
+
+class ModelSize(NamedTuple):
+    """A model on this disk."""
+
+    stored_bytes: int
+    parameters: int
+
+
+def check_disk(found: Findings, ckpt: CkptConfig, model: str, *, critic: str = "", keeps_best: bool = False) -> None:
+    """Checkpoints and models against free space. critic: its model, or "". keeps_best: the best checkpoint is kept."""
+    exported = _size(model)
+    parameters = exported.parameters
+    if critic:
+        parameters += _size(critic).parameters
+    checkpoint = parameters * CHECKPOINT_BYTES
+    if ckpt.save_hf:
+        checkpoint += exported.stored_bytes
+
+    never_removed = 2 if keeps_best else 1  # the newest and the best
+    limit = min(checkpoint * ckpt.max_num, ckpt.max_mem * GIB)
+    kept = max(limit, checkpoint * never_removed)
+    if ckpt.save_steps == -1 and not keeps_best:
+        checkpoints = checkpoint
+    else:
+        checkpoints = kept + checkpoint  # a checkpoint is written before the oldest one is removed
+    needed = exported.stored_bytes * never_removed + checkpoints
+
     free = shutil.disk_usage(nearest_existing(ckpt.checkpoints)).free
-    if need > free:
+    if needed > free:
         found.add(
             "warning",
-            f"`ckpt.max_num` (={ckpt.max_num}): checkpoints may take {need / 2**30:.1f} GiB, and a save would fail: "
-            f"{ckpt.checkpoints} has {free / 2**30:.1f} GiB. Keep fewer, or use another --ckpt.output_dir.",
+            f"`ckpt.max_num` (={ckpt.max_num}): checkpoints may take {needed / GIB:.1f} GiB, and a save would fail: "
+            f"{ckpt.checkpoints} has {free / GIB:.1f} GiB. Keep fewer, or use another --ckpt.output_dir.",
         )
 
 
-def _size(model: str) -> tuple[int, int]:
-    """Bytes of a model on this disk, and its parameters."""
+def _size(model: str) -> ModelSize:
     description = Path(model, "config.json")
-    bytes_each = 4 if description.is_file() and '"float32"' in description.read_text() else 2
+    is_float32 = description.is_file() and '"float32"' in description.read_text()
+    parameter_bytes = 4 if is_float32 else 2
     stored = sum(file.stat().st_size for file in description.parent.glob("*.safetensors"))
-    return stored, stored // bytes_each
+    return ModelSize(stored, stored // parameter_bytes)
 
 
-def overlap(found: Findings, rows: Rows, config: Any) -> None:
-    """Prompts that are evaluated and trained on too."""
-    held_out, column = first_held_out(config), config.data.input_key
-    trained, asked = ([json.dumps(row.get(column), sort_keys=True) for row in some] for some in (rows, held_out))
-    seen = set(trained)
-    both = [i for i, prompt in enumerate(asked) if prompt in seen]
+# Prompts that are trained and evaluated.
+
+
+def check_overlap(found: Findings, trained: Dataset, held_out: Dataset, column: str) -> None:
+    """Add a warning about prompts that are evaluated and trained on too."""
+    trained_prompts = set(_prompts(trained.rows, column).values())
+    held_out_prompts = _prompts(held_out.rows, column)
+    both = [number for number, prompt in held_out_prompts.items() if prompt in trained_prompts]
     if both:
         found.add(
             "warning",
-            f"`eval.dataset` (={config.eval.dataset}): {len(both):,} of {len(held_out):,} prompts are trained on too "
+            f"{held_out.label}: {len(both):,} of {len(held_out.rows):,} prompts are trained on too "
             f"(first: row {both[0]}), so it says little about new ones. Remove them from one side.",
         )
 
 
-def _resources(found: Findings, config: RLConfig, *, values: bool) -> None:
-    """Processes against cores, or GPUs asked for against GPUs present. values: a critic is built."""
+def _prompts(rows: Rows, column: str) -> dict[int, str]:
+    """The prompts by row number, as comparable text; rows without one are left out."""
+    prompts: dict[int, str] = {}
+    for number in range(len(rows)):
+        value = rows[number].get(column)
+        if value is not None:
+            prompts[number] = json.dumps(value, sort_keys=True)
+    return prompts
+
+
+# Processes against cores or GPUs.
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What one part of a run asks for."""
+
+    part: str
+    groups: int
+    """Nodes, or engines."""
+    each: int
+    """Processes on a node, or ranks of an engine."""
+
+    @property
+    def processes(self) -> int:
+        return self.groups * self.each
+
+
+def _demands(config: RLConfig, *, has_critic: bool) -> list[Demand]:
+    apart = not config.train.colocate_fsdp_models
+    demands = [Demand("policy", config.actor.num_nodes, config.actor.num_gpus_per_node or 1)]
+    if apart and config.algo.reads_reference_model:
+        demands.append(Demand("reference", config.ref.num_nodes, config.ref.num_gpus_per_node or 1))
+    if apart and has_critic:
+        demands.append(Demand("critic", config.critic.num_nodes, config.critic.num_gpus_per_node or 1))
+    demands.append(Demand("engines", config.vllm.num_engines, config.vllm.tensor_parallel_size))
+    return demands
+
+
+def _check_resources(found: Findings, config: RLConfig, *, has_critic: bool) -> None:
+    """Processes against cores, or GPUs asked for against GPUs present."""
+    demands = _demands(config, has_critic=has_critic)
+    wanted = sum(demand.processes for demand in demands)
     on_cpu = mesh.resolve_device(config.fsdp.device).type == "cpu"
-    apart, engines = not config.train.colocate_fsdp_models, (config.vllm.num_engines, config.vllm.tensor_parallel_size)
-    models = {"policy": config.actor} | (
-        {"reference": config.ref} if apart and config.algo.reads_reference_model else {}
-    )
-    models |= {"critic": config.critic} if apart and values else {}
-    parts = {name: (model.num_nodes, model.num_gpus_per_node or 1) for name, model in models.items()}
-    parts["engines"] = engines
-    asked = sum(nodes * each for nodes, each in parts.values())
-    present, what = (os.cpu_count() or 1, "cores") if on_cpu else (mesh.device_count(), "GPUs")
-    table = " + ".join(f"{name} {nodes} x {each}" for name, (nodes, each) in parts.items())
-    text = f"resources: {table} = {asked}, {present} {what} here"
-    if asked <= present:
+    if on_cpu:
+        present = os.cpu_count() or 1
+        unit = "cores"
+    else:
+        present = mesh.device_count()
+        unit = "GPUs"
+
+    table = " + ".join(f"{demand.part} {demand.groups} x {demand.each}" for demand in demands)
+    text = f"resources: {table} = {wanted}, {present} {unit} here"
+    if wanted <= present:
         found.add("ok", text)
     elif on_cpu:
         found.add("warning", f"{text}: they take turns, so steps are slower. Use fewer ranks or engines.")
-    elif max(each for _, each in parts.values()) > present:
+    elif max(demand.each for demand in demands) > present:
         found.add("error", f"{text}: no node could hold them. Use fewer GPUs per node.")
     else:
         found.add("warning", f"{text}: the Ray cluster must bring the others. Use fewer, or start Ray on more nodes.")

@@ -1,101 +1,282 @@
-"""`molt agent check FILE`: one episode of an agent against a scripted model, and the token tree it leaves."""
+"""`molt agent check FILE`: one episode of an agent against a scripted model, and the token tree it leaves.
+
+The model says what `--answer` says. The prompt and the label are those of `--prompt` and `--label`, or of a row of
+`--data` as a run would read it.
+"""
 
 import argparse
 import asyncio
+import dataclasses
 import itertools
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+from molt.errors import AgentError, ConfigError, MoltError, UnusableRow, described
+from molt.types import InfraFailure, Media, Prompt, Turn
+from molt.user_module import raised_at
 
-from molt.agents.chat_runner import ChatAgentRunner
-from molt.agents.load import load_runner
-from molt.agents.step_runner import EpisodeContext
-from molt.chat.chat_renderer import load_chat_renderer
-from molt.chat.render import load_renderer
-from molt.chat.tree import Tree
-from molt.data.prompts import as_tools
-from molt.errors import ConfigError, UnusableRow
-from molt.types import Media, Prompt, Turn
+if TYPE_CHECKING:  # `molt agent check --help` is instant
+    from molt.agents.load import Runner
+    from molt.agents.step_runner import Episode, EpisodeContext
+    from molt.chat.render import Renderer
+    from molt.chat.tree import Tree
+
+MAX_TURNS = 64
+DEFAULT_ANSWER = "hello"
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="molt agent check", description=__doc__)
-    parser.add_argument("check", choices=["check"])
-    parser.add_argument("file", help="what --train.agent_path names")
-    parser.add_argument("--model", required=True, help="a model whose tokenizer and template are used; no weights")
-    parser.add_argument("--prompt", default="Say hello.", help="the user's message, or the text without a template")
-    parser.add_argument("--label", help="the row's label; JSON if it is")
-    parser.add_argument(
-        "--answer", action="append", help="what the model says; again for the next turn; the last stays"
+    arguments = _parser().parse_args(argv)
+    return asyncio.run(_check(arguments))
+
+
+def _parser() -> argparse.ArgumentParser:
+    outer = argparse.ArgumentParser(prog="molt agent", description="Commands for an agent file.")
+    commands = outer.add_subparsers(required=True, metavar="COMMAND")
+    parser = commands.add_parser(
+        "check",
+        help="one episode against a scripted model, and its token tree",
+        description=__doc__,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.add_argument("--tools", help="a JSON file: the list of tools that the model is offered")
-    parser.add_argument("--no_chat", action="store_true", help="the prompt is plain text")
-    parser.add_argument("--max_len", type=int, default=4096)
-    parser.add_argument("--timeout_s", type=float, default=60.0)
-    asked = parser.parse_args(argv)
-    print(asyncio.run(_check(asked)))
+    parser.add_argument("file", metavar="FILE", help="the agent file, as in --train.agent_path")
+    parser.add_argument("--model", required=True, help="a model whose tokenizer and template are used; no weights")
+    parser.add_argument("--answer", action="append", help=ANSWER_HELP)
+    parser.add_argument("--tools", metavar="FILE", help="a JSON file: the list of tools that the model is offered")
+    parser.add_argument("--no_chat", action="store_true", help="the prompt is plain text, without a chat template")
+    parser.add_argument("--max_len", type=int, default=4096, help="the context in tokens, as --data.max_len")
+    parser.add_argument("--timeout_s", type=float, default=60.0, help="deadline of the episode, in seconds")
+
+    own = parser.add_argument_group("a prompt of your own")
+    own.add_argument("--prompt", default="Say hello.", help="the user's message, or with --no_chat the text")
+    own.add_argument("--label", help="the label, as text: what the agent gets as `label`")
+    own.add_argument("--label_json", metavar="JSON", help="the label as JSON, where the column holds no text")
+
+    row = parser.add_argument_group("a row of a dataset, with the keys of the run")
+    row.add_argument("--data", metavar="FILE", help="a dataset, as in --data.prompt_dataset")
+    row.add_argument("--row", type=int, default=0, help="the number of the row in it, from 0")
+    row.add_argument("--data.input_key", dest="input_key", metavar="COLUMN", default="input", help="the prompt")
+    row.add_argument("--data.label_key", dest="label_key", metavar="COLUMN", help="the label; None: no label")
+    row.add_argument("--data.tools_key", dest="tools_key", metavar="COLUMN", help="the tools; None: no tools")
+    return outer
+
+
+ANSWER_HELP = (
+    f"what the model says, {DEFAULT_ANSWER!r} if left out. Repeat it for the following turns; the last one is said "
+    "again and again"
+)
+
+
+async def _check(arguments: argparse.Namespace) -> int:
+    from molt.agents.chat_runner import ChatAgentRunner
+    from molt.agents.load import load_runner
+    from molt.agents.step_runner import EpisodeContext
+    from molt.chat.chat_renderer import load_chat_renderer
+    from molt.chat.render import load_renderer
+
+    runner = load_runner(arguments.file)
+    is_chat_agent = isinstance(runner, ChatAgentRunner)
+    if is_chat_agent and arguments.no_chat:
+        raise ConfigError(f"--no_chat with {arguments.file}: a ChatAgent talks in messages. Drop --no_chat.")
+    prompt = _prompt(arguments)
+    renderer = load_renderer(arguments.model, None, apply_chat_template=not arguments.no_chat)
+    has_judge = getattr(runner, "judge", False)  # only the runner of an Env has the attribute
+    chat = None
+    if is_chat_agent or prompt.tools or has_judge:
+        chat = load_chat_renderer(arguments.model, None)
+
+    print(f"prompt: {_shown(prompt)}")
+    print(f"label: {prompt.label!r}", flush=True)
+    end_ids = chat.eos_ids if chat is not None else renderer.eos_ids
+    model = ScriptedModel(renderer, arguments.answer or [DEFAULT_ANSWER], end_ids[:1])
+    context = EpisodeContext(
+        prompt=prompt,
+        call_model=model.answer,
+        renderer=renderer,
+        seed=0,
+        max_len=arguments.max_len,
+        max_turns=MAX_TURNS,
+        chat=chat,
+        call_freely=model.answer,
+    )
+    episode = await _play(runner, context, arguments)
+    print(_report(episode, renderer))
     return 0
 
 
-async def _check(asked: argparse.Namespace) -> str:
-    runner = load_runner(asked.file)
-    chats = isinstance(runner, ChatAgentRunner)
-    if chats and asked.no_chat:
-        raise ConfigError(f"--no_chat with {asked.file}: a ChatAgent talks in messages. Drop --no_chat.")
-    renderer = load_renderer(asked.model, None, apply_chat_template=not asked.no_chat)
-    tools = _tools(asked.tools) if asked.tools else None
-    chat = load_chat_renderer(asked.model, None) if chats or tools or runner.judge else None
-    messages = None if asked.no_chat else [{"role": "user", "content": asked.prompt}]
-    text, label = asked.prompt if asked.no_chat else None, _label(asked.label)
-    prompt = Prompt(0, 0, 0, messages, text, label, "check", tools=tools)
-    answers = asked.answer or ["hello"]
-    script = itertools.chain(answers, itertools.repeat(answers[-1]))
-    ends = (chat or renderer).eos_ids[:1]
+async def _play(runner: "Runner", context: "EpisodeContext", arguments: argparse.Namespace) -> "Episode":
+    """The episode. Raises a MoltError for what would fail a rollout in a run."""
+    agent = arguments.file
+    deadline = asyncio.timeout(arguments.timeout_s)
+    try:
+        async with deadline:
+            return await runner.run(context)
+    except MoltError:
+        raise
+    except InfraFailure as failure:
+        raise AgentError(
+            f"{agent}: {failure.reason}: {failure.detail}. The rollout would fail in a run. Fix the agent."
+        ) from failure
+    except Exception as error:  # the user's agent may raise anything
+        if isinstance(error, TimeoutError) and deadline.expired():
+            raise AgentError(
+                f"{agent}: the episode did not end within --timeout_s (={arguments.timeout_s:g}). The rollout would "
+                "fail in a run. Look for a loop without an end, or raise --timeout_s."
+            ) from error
+        raise AgentError(
+            f"{agent} raised {described(error)} at {raised_at(error)}. The rollout would fail in a run, and be "
+            "retried. Fix that line; `PolicyFailure` is for what the model did wrong."
+        ) from error
 
-    async def call_model(prompt_ids: list[int], max_tokens: int, *_: Any, media: tuple[Media, ...] = ()) -> Turn:
-        ids = np.asarray([*renderer.tokenizer.encode(next(script), add_special_tokens=False), *ends], np.int32)
-        reason = "stop" if len(ids) <= max_tokens else "length"
-        ids = ids[:max_tokens]
-        logprobs, versions = np.full(len(ids), -1.0, np.float32), np.zeros(len(ids), np.int32)
-        return Turn(np.asarray(prompt_ids, np.int32), ids, logprobs, versions, reason)
 
-    context = EpisodeContext(
-        prompt, call_model, renderer, 0, asked.max_len, max_turns=64, chat=chat, call_freely=call_model
+# The prompt.
+
+
+def _prompt(arguments: argparse.Namespace) -> Prompt:
+    """From a row of the dataset, or from the command line. Raises a MoltError."""
+    if arguments.data is not None:
+        return _prompt_of_row(arguments)
+    messages = None
+    text = None
+    if arguments.no_chat:
+        text = arguments.prompt
+    else:
+        messages = [{"role": "user", "content": arguments.prompt}]
+    return Prompt(
+        epoch=0,
+        position=0,
+        row=0,
+        messages=messages,
+        text=text,
+        label=_label(arguments),
+        data_source="check",
+        tools=_tools(arguments.tools),
     )
-    async with asyncio.timeout(asked.timeout_s):
-        episode = await runner.run(context)
-    tree = episode.tree or _as_tree(episode.turns)
-    kind, outcome = type(episode.outcome).__name__, episode.outcome
-    ending = f"{kind}: reward {outcome.reward:g}, score {outcome.score:g}" + ", truncated" * episode.truncated
-    info = "".join(f"\n  {name} {value:g}" for name, value in episode.info.items())
-    samples = tree.samples()
-    trained = sum(int(sample.mask.sum()) for sample in samples)
-    told = f"{len(tree.nodes)} calls, {len(samples)} samples, {trained} trained tokens"
-    return f"{tree.show(renderer.tokenizer.decode)}\n{told}\n{ending}{info}"
 
 
-def _as_tree(turns: list[Turn]) -> Tree:
-    """The one stream of an `Env`."""
-    tree, messages = Tree(), []
-    for number, turn in enumerate(turns):
-        messages = [*messages, {"role": "user", "content": str(number)}]
-        reply = {"role": "assistant", "content": f"answer {number}"}
-        tree.add(tree.match(messages), turn.prompt_ids.tolist(), turn, reply)
-        messages = [*messages, reply]
-    return tree
+def _prompt_of_row(arguments: argparse.Namespace) -> Prompt:
+    from molt.config import PromptDataConfig
+    from molt.data.prompts import PromptDataset
+    from molt.data.rows import load_rows
+
+    if arguments.label is not None or arguments.label_json is not None:
+        raise ConfigError("--label with --data: the label is that of the row. Drop one, or name a --data.label_key.")
+    rows = load_rows(arguments.data, flag="--data", max_samples=arguments.row + 1)
+    data = PromptDataConfig(
+        prompt_dataset=arguments.data,
+        input_key=arguments.input_key,
+        label_key=arguments.label_key,
+        tools_key=arguments.tools_key,
+        apply_chat_template=not arguments.no_chat,
+    )
+    dataset = PromptDataset(rows, data)
+    if not 0 <= arguments.row < len(dataset):
+        raise ConfigError(f"--row (={arguments.row}): {arguments.data} has {len(dataset)} rows. Use a smaller number.")
+    try:
+        prompt = dataset.prompt(arguments.row)
+    except UnusableRow as error:
+        raise ConfigError(
+            f"--row (={arguments.row}) of {arguments.data}: a row {error}. Correct it, or use another --row."
+        ) from error
+    if arguments.tools is None:
+        return prompt
+    return dataclasses.replace(prompt, tools=_tools(arguments.tools))
 
 
-def _tools(path: str) -> list[dict[str, Any]] | None:
+def _label(arguments: argparse.Namespace) -> Any:
+    if arguments.label_json is None:
+        return arguments.label
+    try:
+        return json.loads(arguments.label_json)
+    except ValueError as error:
+        raise ConfigError(
+            f"--label_json (={arguments.label_json}) is not JSON: {error}. Use --label for a label that is text."
+        ) from error
+
+
+def _tools(path: str | None) -> list[dict[str, Any]] | None:
+    from molt.data.prompts import as_tools
+
+    if path is None:
+        return None
     try:
         return as_tools(Path(path).read_text(), "--tools")
     except (OSError, UnusableRow) as error:
         raise ConfigError(f"--tools {path}: {error}; no tools can be offered. Name a JSON list of schemas.") from error
 
 
-def _label(text: str | None) -> Any:
-    try:
-        return None if text is None else json.loads(text)
-    except ValueError:
-        return text
+def _shown(prompt: Prompt) -> str:
+    """The prompt for people: text, or one message a line."""
+    if prompt.messages is None:
+        return str(prompt.text)
+    if len(prompt.messages) == 1:
+        return str(prompt.messages[0].get("content"))
+    lines = [f"  {message['role']}: {message.get('content')}" for message in prompt.messages]
+    return "\n".join(["", *lines])
+
+
+# The model.
+
+
+class ScriptedModel:
+    """A model that says given answers in order, and the last one for ever."""
+
+    def __init__(self, renderer: "Renderer", answers: list[str], end_ids: list[int]):
+        """end_ids: what closes an answer."""
+        self._renderer = renderer
+        self._answers = itertools.chain(answers, itertools.repeat(answers[-1]))
+        self._end_ids = end_ids
+
+    async def answer(self, prompt_ids: list[int], max_tokens: int, *_: object, media: tuple[Media, ...] = ()) -> Turn:
+        """The next answer, as sampled by weights of version 0."""
+        import numpy as np
+
+        spelled = self._renderer.tokenizer.encode(next(self._answers), add_special_tokens=False)
+        complete = [*spelled, *self._end_ids]
+        token_ids = np.asarray(complete[:max_tokens], np.int32)
+        return Turn(
+            prompt_ids=np.asarray(prompt_ids, np.int32),
+            token_ids=token_ids,
+            logprobs=np.full(len(token_ids), -1.0, np.float32),
+            versions=np.zeros(len(token_ids), np.int32),
+            finish_reason="stop" if len(complete) <= max_tokens else "length",
+        )
+
+
+# What the episode leaves.
+
+
+def _report(episode: "Episode", renderer: "Renderer") -> str:
+    tree = episode.tree
+    if tree is None:
+        tree = _tree_of(episode.turns)
+    samples = tree.samples()
+    trained_tokens = sum(int(sample.mask.sum()) for sample in samples)
+    outcome = episode.outcome
+    ending = f"{type(outcome).__name__}: reward {outcome.reward:g}, score {outcome.score:g}"
+    if episode.truncated:
+        ending += ", truncated"
+    lines = [
+        tree.show(renderer.tokenizer.decode),
+        f"{len(tree.nodes)} calls, {len(samples)} samples, {trained_tokens} trained tokens",
+        ending,
+    ]
+    for name, value in episode.info.items():
+        lines.append(f"  {name} {value:g}")
+    return "\n".join(lines)
+
+
+def _tree_of(turns: list[Turn]) -> "Tree":
+    """The one stream of an `Env`."""
+    from molt.chat.tree import Tree
+
+    tree = Tree()
+    messages: list[dict[str, Any]] = []
+    for number, turn in enumerate(turns):
+        messages = [*messages, {"role": "user", "content": str(number)}]
+        reply = {"role": "assistant", "content": f"answer {number}"}
+        tree.add(tree.match(messages), turn.prompt_ids.tolist(), turn, reply)
+        messages = [*messages, reply]
+    return tree

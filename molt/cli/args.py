@@ -9,18 +9,15 @@ import argparse
 import contextlib
 import dataclasses
 import io
-import itertools
 import os
 import re
 import select
 import sys
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal, TypeVar
-
-import tyro
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from molt.config_file import TOML_WORDS, load
 from molt.errors import ConfigError, LostError, MoltError, did_you_mean
@@ -33,90 +30,166 @@ LOST = 3
 
 COLOUR = r"\x1b\[[\d;]*m"
 DOUBLE_NO = re.compile(rf",({COLOUR}| )*--[\w.]*\bno_no_\w+")
+COLOUR_OR_CHARACTER = re.compile(rf"({COLOUR})|.")
+CONFIG_HELP = (
+    "--config FILE.toml loads the settings of an earlier run (RUN/run/config.toml) as defaults; flags override it. "
+    "`{None}` stands for unset."
+)
 
 
-def parse(config_class: type[Config], argv: list[str], *, prog: str) -> Config:
-    """The settings that `argv` asks for. Raises `ConfigError`; what tyro refuses it prints, and exits with 2."""
-    # tyro has no `--config`, so it is taken out first; abbreviations would shadow `--ckpt.*` and friends.
-    outer = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False, usage=f"{prog} [OPTIONS]")
-    outer.add_argument("--config", type=Path)
-    known, argv = outer.parse_known_args(argv)
-    default = load(config_class, known.config) if known.config else config_class()
-    _check_flags(config_class, argv)
-    description = (
-        f"{config_class.__doc__}\n\n--config FILE.toml loads the settings of an earlier run "
-        "(RUN/run/config.toml) as defaults; flags override it. `{None}` stands for unset."
-    )
-    shown, console = io.StringIO(), io.StringIO()
-    shown.isatty = sys.stdout.isatty  # the help keeps its colours
+def parse(config_class: type[Config], argv: list[str], *, prog: str, about: str | None = None) -> Config:
+    """The settings in `argv`. about: the first line of the help; None: that of `config_class`.
+
+    Raises `ConfigError`; what tyro refuses it prints, and exits with 2.
+    """
+    config_file, flags_given = _take_config_file(argv, prog)
+    if config_file is None:
+        default = config_class()
+    else:
+        default = load(config_class, config_file)
+    _check_flags(config_class, flags_given)
+
+    import tyro  # here, for a flag that is wrong is refused without it
+
+    stdout = io.StringIO()
+    stderr = io.StringIO()
+    stdout.isatty = sys.stdout.isatty  # the help keeps its colours
     try:
-        with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(console):
+        with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
             return tyro.cli(
-                config_class, prog=prog, description=description, args=argv, default=default, use_underscores=True
+                config_class,
+                prog=prog,
+                description=f"{about or config_class.__doc__}\n\n{CONFIG_HELP}",
+                args=flags_given,
+                default=default,
+                use_underscores=True,
             )
     except SystemExit as stop:
         # tyro boxes and wraps what a dataclass refuses; show our own message as it was written.
-        if refused := _cause(stop):
+        refused = _cause(stop)
+        if refused is not None:
             raise refused from None
-        print(_without_double_no(shown.getvalue()), end="", flush=True)
-        sys.stderr.write(console.getvalue())
+        print(_without_double_no(stdout.getvalue()), end="", flush=True)
+        sys.stderr.write(stderr.getvalue())
         raise
 
 
+def _take_config_file(argv: list[str], prog: str) -> tuple[Path | None, list[str]]:
+    """The value of `--config`, which tyro does not have, and the other arguments."""
+    # Abbreviations would shadow `--ckpt.*` and friends.
+    parser = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False, usage=f"{prog} [OPTIONS]")
+    parser.add_argument("--config", type=Path)
+    known, others = parser.parse_known_args(argv)
+    return known.config, others
+
+
 def _without_double_no(text: str) -> str:
-    """tyro gives every switch an inverse; that of one named no_... is nothing to offer. The box keeps its width."""
-    return DOUBLE_NO.sub(lambda off: re.sub(rf"({COLOUR})|.", lambda part: part[1] or " ", off[0]), text)
+    """The help without the inverses `no_no_...` that tyro gives to switches named `no_...`."""
+    return DOUBLE_NO.sub(_blank, text)
+
+
+def _blank(match: re.Match[str]) -> str:
+    """Spaces for the characters, so that the box keeps its width; colours stay."""
+    return COLOUR_OR_CHARACTER.sub(_colour_or_space, match[0])
+
+
+def _colour_or_space(match: re.Match[str]) -> str:
+    return match[1] or " "
 
 
 def _cause(error: BaseException | None) -> ConfigError | None:
+    """The `ConfigError` that led to the error, if one did."""
     while error is not None and not isinstance(error, ConfigError):
         error = error.__context__
     return error
 
 
-def flags(config_class: type, prefix: str = "") -> dict[str, Any]:
+def flags(config_class: type) -> dict[str, Any]:
     """Every flag without its dashes, dotted, and the type of its value."""
-    found: dict[str, Any] = {}
-    for name, hint in typing.get_type_hints(config_class).items():
-        found |= flags(hint, f"{prefix}{name}.") if dataclasses.is_dataclass(hint) else {prefix + name: hint}
-    return found
+    return dict(_flags(config_class, ""))
+
+
+def _flags(section: type, prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, hint in typing.get_type_hints(section).items():
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            yield from _flags(hint, f"{prefix}{name}.")
+        else:
+            yield prefix + name, hint
+
+
+class GivenFlag(NamedTuple):
+    """A flag on the command line."""
+
+    name: str
+    """Dotted, without dashes."""
+    value: str | None
+    """After `=`, or the next argument; None: there is none, or another flag."""
+    has_equals: bool
+
+
+def _given_flags(argv: list[str]) -> Iterator[GivenFlag]:
+    for position, argument in enumerate(argv):
+        if not argument.startswith("--"):
+            continue
+        name, equals, value = argument[2:].partition("=")
+        name = name.replace("-", "_")
+        following = argv[position + 1 : position + 2]
+        if equals:
+            yield GivenFlag(name, value, has_equals=True)
+        elif following and not following[0].startswith("--"):
+            yield GivenFlag(name, following[0], has_equals=False)
+        else:
+            yield GivenFlag(name, None, has_equals=False)
+
+
+def _inverse(switch: str) -> str:
+    """The flag that turns a switch off: `data.no_apply_chat_template`."""
+    section, dot, name = switch.rpartition(".")
+    return f"{section}{dot}no_{name}"
 
 
 def _check_flags(config_class: type, argv: list[str]) -> None:
-    known = flags(config_class)
-    switches = {name for name, hint in known.items() if hint is bool}
-    off = {f"{head}{dot}no_{tail}" for head, dot, tail in (name.rpartition(".") for name in switches)}
-    everything = {"help", "config", *known, *off}
-    for token, following in itertools.pairwise([*argv, "--"]):
-        if not token.startswith("--"):
-            continue
-        name = token[2:].partition("=")[0].replace("-", "_")
-        if name not in everything and not name.startswith("tyro_"):
-            raise ConfigError(f"unknown flag `--{name}`.{_nearest(name, everything)} `--help` lists all flags.")
-        if name in switches | off and ("=" in token or not following.startswith("-")):
-            value = token.partition("=")[2] or following
-            raise ConfigError(
-                f"`--{name}` is a switch and takes no value, but is followed by {value!r}. "
-                "Write the flag alone to turn it on, and with `no_` before its last word to turn it off."
-            )
-        value = token.partition("=")[2] if "=" in token else following
-        if name in known and name not in switches and not value.startswith("--"):  # a missing one tyro names
-            _check_value(name, known[name], value)
+    """Raise `ConfigError` for a flag that does not exist, and for a value that its flag cannot have."""
+    settings = flags(config_class)
+    switches = {name for name, hint in settings.items() if hint is bool}
+    inverses = {_inverse(name) for name in switches}
+    known = {"help", "config", *settings, *inverses}
+
+    for flag in _given_flags(argv):
+        if flag.name not in known and not flag.name.startswith("tyro_"):
+            from molt.cli.flag_hints import flag_hint
+
+            hint = flag_hint(flag.name, known)
+            raise ConfigError(f"unknown flag `--{flag.name}`.{hint} `--help` lists all flags.")
+        if flag.name in switches or flag.name in inverses:
+            _check_switch(flag)
+        elif flag.name in settings and flag.value is not None:  # tyro reports a missing value
+            _check_value(flag.name, settings[flag.name], flag.value)
+
+
+def _check_switch(flag: GivenFlag) -> None:
+    if flag.value is None or (flag.value.startswith("-") and not flag.has_equals):
+        return
+    raise ConfigError(
+        f"`--{flag.name}` is a switch and takes no value, but is followed by {flag.value!r}. "
+        "Write the flag alone to turn it on, and with `no_` before its last word to turn it off."
+    )
 
 
 def _check_value(name: str, hint: Any, value: str) -> None:
-    """Refuse what is no choice or no number, with the nearest choice; the rest is tyro's."""
-    kinds = typing.get_args(hint)
-    if types.NoneType in kinds:
-        hint = kinds[0]
+    """Refuse a value that is no choice or no number, and name the nearest choice; tyro checks the rest."""
+    alternatives = typing.get_args(hint)
+    if types.NoneType in alternatives:
         if value == "None":
             return
-    choices = typing.get_args(hint)
-    if typing.get_origin(hint) is Literal and value not in choices:
-        raise ConfigError(
-            f"`{name}` (={value}) is no choice of it, so nothing was started.{did_you_mean(value, choices)} "
-            f"Use one of: {', '.join(choices)}."
-        )
+        hint = alternatives[0]
+    if typing.get_origin(hint) is Literal:
+        choices = typing.get_args(hint)
+        if value not in choices:
+            raise ConfigError(
+                f"`{name}` (={value}) is no choice of it, so nothing was started.{did_you_mean(value, choices)} "
+                f"Use one of: {', '.join(choices)}."
+            )
     if hint in (int, float):
         try:
             hint(value)
@@ -126,18 +199,10 @@ def _check_value(name: str, hint: Any, value: str) -> None:
             ) from None
 
 
-def _nearest(name: str, everything: set[str]) -> str:
-    # `--lr` is far from `--actor.adam.lr` by letters, yet it is what was meant.
-    same_word = sorted(f"--{flag}" for flag in everything if flag.rpartition(".")[2] == name.rpartition(".")[2])
-    if same_word:
-        return did_you_mean(f"--{name}", same_word) or f" Did you mean {same_word[0]!r}?"
-    return did_you_mean(f"--{name}", [f"--{flag}" for flag in sorted(everything)])
-
-
 def run_command(command: Callable[[list[str]], int | None], argv: list[str]) -> int:
-    """Run a command and return its exit code. A MoltError is printed without traceback: 2 for a ConfigError, `LOST` for
-    processes that are gone for good, else 1.
+    """Run a command and return its exit code.
 
+    A MoltError is printed without traceback: 2 for a ConfigError, `LOST` for processes that are gone for good, else 1.
     Exits silently when the reader of stdout is gone (`molt rl --help | head`).
     """
     collect_rarely()
@@ -147,7 +212,7 @@ def run_command(command: Callable[[list[str]], int | None], argv: list[str]) -> 
         return code
     except MoltError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else LOST if isinstance(error, LostError) else 1
+        return _exit_code(error)
     except BrokenPipeError:
         if not _reader_has_left():
             raise
@@ -155,8 +220,16 @@ def run_command(command: Callable[[list[str]], int | None], argv: list[str]) -> 
         return 1
 
 
+def _exit_code(error: MoltError) -> int:
+    if isinstance(error, ConfigError):
+        return 2
+    if isinstance(error, LostError):
+        return LOST
+    return 1
+
+
 def _reader_has_left() -> bool:
-    """Whether it is stdout that is broken, and not some other pipe."""
+    """Whether stdout is the broken pipe, and not another one."""
     poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)  # errors are reported unasked
+    poll.register(sys.stdout.fileno(), 0)  # poll always reports errors
     return bool(poll.poll(0))

@@ -4,27 +4,35 @@ Both trainers start with it; `molt check` and `molt rl` add `advice.py`. Takes s
 engine, no Ray, no weights.
 """
 
+import math
 import re
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
-from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple, ParamSpec, TypeVar
 
 from rich.console import Console
 from rich.text import Text
 
+from molt import rules
 from molt.agents.chat_runner import ChatAgentRunner
 from molt.agents.load import load_runner
 from molt.chat.chat_renderer import load_chat_renderer
 from molt.chat.render import Renderer, load_tokenizer
 from molt.chat.round_trip import check_round_trip
-from molt.config import CkptConfig, FsdpConfig, ModelConfig, RefConfig, RLConfig
+from molt.config import CkptConfig, FsdpConfig, RLConfig
+from molt.data.mixture import EpochOrder
 from molt.data.prompts import PromptDataset
-from molt.data.rows import DropReport, Rows, load_rows
-from molt.errors import CheckpointError, ConfigError, DataError, MoltError, UnusableRow
-from molt.rules import ESTIMATOR_RULES, ESTIMATOR_WARNINGS, EVAL_RULES, EVAL_WARNINGS, RULES, WARNINGS, Rule, broken
+from molt.data.rows import DropReport, Rows, load_rows, require_column
+from molt.errors import CheckpointError, ConfigError, DataError, MoltError, UnusableRow, did_you_mean, plural
+from molt.rules import RL, Algorithm
+from molt.setting import name_of, value_of
+
+if TYPE_CHECKING:  # `molt check` imports them when it needs them
+    import torch
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 Level = Literal["error", "warning", "ok"]
 COLOURS = {"error": "bold red", "warning": "yellow", "ok": "green"}
@@ -33,46 +41,312 @@ LOOK_ROWS = 1_000
 MOST_ROWS = 20_000
 """Rows that are read."""
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
-"""What vLLM's CPU attention runs; with another size it starts and dies at the first request."""
+"""The sizes of vLLM's CPU attention; with another size an engine starts and dies at the first request."""
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+Config = TypeVar("Config")
 
 
-class Findings(list[tuple[Level, str]]):
-    """The report as it grows, one line each."""
+class Finding(NamedTuple):
+    """One line of the report."""
+
+    level: Level
+    text: str
+
+
+class Findings(list[Finding]):
+    """The report as it grows."""
 
     def add(self, level: Level, *texts: str) -> None:
-        self += [(level, text) for text in texts]
+        for text in texts:
+            self.append(Finding(level, text))
 
-    def attempt(self, function: Callable, *args, **kwargs) -> Any:
-        """What the function returns, or None and an error in the report if it raises a MoltError."""
+    def attempt(
+        self, function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> Result | None:
+        """The result of the function, or None and an error in the report if it raises a MoltError."""
         try:
             return function(*args, **kwargs)
         except MoltError as error:
             self.add("error", str(error))
+            return None
 
     @property
     def errors(self) -> list[str]:
-        return [text for level, text in self if level == "error"]
+        return [finding.text for finding in self if finding.level == "error"]
 
 
 def static_checks(config: RLConfig) -> Findings:
     """Everything found about an RL run, errors included; never raises for what is wrong with the settings."""
-    trains, found = not config.eval.eval_only, Findings()
-    estimator = check_algorithm(found, config) if trains else None
-    found = check_settings(config, *((RULES, WARNINGS) if trains else (EVAL_RULES, EVAL_WARNINGS)), found)
-    device = check_device(found, config.fsdp, trains=trains)
-    on_cpu = device is not None and device.type == "cpu"
-    tokenizer = check_model(found, config, config.actor, "actor", cpu_engine=on_cpu, trains=trains)
-    if estimator is not None:
-        check_scoring_models(found, config, estimator, tokenizer)
-    if config.train.agent_path and (runner := found.attempt(load_runner, config.train.agent_path)):
-        found.add("ok", f"agent: {config.train.agent_path} can be run")
-        if isinstance(runner, ChatAgentRunner) and tokenizer:
-            found.attempt(_check_chat, found, config)
-    if trains and config.data.prompt_dataset:
-        found.attempt(_check_prompts, found, config, "data.prompt_dataset", first_prompts, tokenizer)
-    if config.eval.dataset:
-        found.attempt(_check_prompts, found, config, "eval.dataset", first_held_out, tokenizer)
+    if config.eval.eval_only:
+        return evaluation_checks(config)
+    return training_checks(config)
+
+
+def training_checks(config: RLConfig) -> Findings:
+    """Everything found about a training run."""
+    found = Findings()
+    algorithm = load_algorithm(found, config)
+    add_rules(found, rules.errors("rl", config, algorithm), rules.warnings("rl", config, algorithm))
+    found.attempt(check_output_dir, config.ckpt)
+
+    device = check_device(found, config.fsdp)
+    if device is not None:
+        found.attempt(check_attention, config.fsdp, device)
+    tokenizer = check_policy(found, config, device, config.fsdp)
+    if algorithm is not None:
+        check_scoring_models(found, config, algorithm, tokenizer)
+    check_agent(found, config, tokenizer)
+
+    prompts = found.attempt(first_prompts, config) if config.data.prompt_dataset else None
+    held_out = found.attempt(first_held_out, config) if config.eval.dataset else None
+    check_datasets(found, config, [prompts, held_out], tokenizer)
+    has_usable_shares = rules.shares_mix_the_datasets(config) is None
+    if prompts is not None and has_usable_shares and config.train.rollout_replay_dir is None:
+        found.attempt(check_steps, found, config, prompts.rows)
     return found
+
+
+def evaluation_checks(config: RLConfig) -> Findings:
+    """Everything found about an evaluation, which trains and writes nothing."""
+    found = Findings()
+    add_rules(found, rules.errors("eval", config), rules.warnings("eval", config))
+    device = check_device(found, config.fsdp)
+    tokenizer = check_policy(found, config, device, fsdp=None)
+    check_agent(found, config, tokenizer)
+    held_out = found.attempt(first_held_out, config) if config.eval.dataset else None
+    check_datasets(found, config, [held_out], tokenizer)
+    return found
+
+
+def check_or_raise(config: Config, checks: Callable[[Config], Findings]) -> Findings:
+    """For trainers: the findings if none is an error, else one MoltError with all errors."""
+    found = checks(config)
+    if found.errors:
+        raise MoltError("\n".join(found.errors))
+    return found
+
+
+# Settings, device, output.
+
+
+def add_rules(found: Findings, errors: Sequence[str], warnings: Sequence[str]) -> None:
+    """Add the messages of the rules."""
+    found.add("error", *errors)
+    if not found.errors:
+        found.add("ok", "settings: all rules hold")
+    found.add("warning", *warnings)
+
+
+def load_algorithm(found: Findings, config: RLConfig) -> Algorithm | None:
+    """The estimator and the loss that the settings name; None if there is no such estimator."""
+    from molt.algo.loss import LOSSES
+    from molt.algo.plugin import load_estimator, load_loss
+
+    loss = None
+    if config.algo.loss is not None and ":" in config.algo.loss:
+        loss = found.attempt(load_loss, config.algo.loss)
+    estimator = found.attempt(load_estimator, config.algo.advantage.estimator)
+    if estimator is None:
+        return None
+    return Algorithm(estimator, loss or LOSSES[config.actor.loss_mode])
+
+
+def check_device(found: Findings, fsdp: FsdpConfig) -> "torch.device | None":
+    """The device that would be used, or None if it is not there."""
+    from molt.parallel.mesh import resolve_device
+
+    return found.attempt(resolve_device, fsdp.device)
+
+
+def check_attention(fsdp: FsdpConfig, device: "torch.device") -> None:
+    """Raise if the device cannot run the attention that trains."""
+    from molt.models.build import attention_implementation
+
+    attention_implementation(fsdp, device)
+
+
+def check_output_dir(ckpt: CkptConfig) -> None:
+    """Raise if the run could not be written, or would be mixed with another one."""
+    folder = nearest_existing(ckpt.output_dir)
+    problem = ""
+    if not folder.is_dir():
+        problem = "a file"
+    elif not _writable(folder):
+        problem = "not writable"
+    if problem:
+        raise ConfigError(
+            f"`ckpt.output_dir` (={ckpt.output_dir}): {folder} is {problem}, so nothing of the run could be saved. "
+            "Use a directory that you may write to."
+        )
+
+    metrics = ckpt.run_dir / "metrics.jsonl"  # a start that failed leaves it empty
+    has_metrics = metrics.is_file() and metrics.stat().st_size > 0
+    has_checkpoints = any(ckpt.checkpoints.glob("*"))
+    if (has_metrics or has_checkpoints) and not ckpt.load_enable:
+        raise CheckpointError(
+            f"`ckpt.output_dir` (={ckpt.output_dir}) holds a run, which would be overwritten. Pass --ckpt.load_enable "
+            "to resume it, or another --ckpt.output_dir."
+        )
+
+
+def _writable(folder: Path) -> bool:
+    # Permission bits are not enough: root passes them on a file system that takes no files.
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+def nearest_existing(path: Path) -> Path:
+    """The path, or the nearest of its parents that exists."""
+    return next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+
+
+# Models.
+
+
+def check_policy(
+    found: Findings, config: RLConfig, device: "torch.device | None", fsdp: FsdpConfig | None
+) -> "PreTrainedTokenizerBase | None":
+    """The tokenizer of the policy, or None. fsdp: how the model would be trained; None: it is not."""
+    setting = RL.actor.model_name_or_path
+    path = config.actor.model_name_or_path
+    tokenizer = check_tokenizer(found, setting, path, config.data.chat_template)
+    if tokenizer is None:
+        return None
+
+    description = check_description(found, setting, path, config.data.max_len, fsdp)
+    if description is None:
+        return tokenizer
+    if fsdp is not None:
+        check_balance(found, RL.actor.aux_loss_coef, config.actor.aux_loss_coef, description)
+    head_size = attention_head_size(description)
+    if device is not None and device.type == "cpu" and head_size not in (None, *CPU_HEAD_SIZES):
+        usable_sizes = ", ".join(str(size) for size in CPU_HEAD_SIZES)
+        found.add(
+            "error",
+            f"`{name_of(setting)}` (={path}): its attention heads have size {head_size}, so the CPU engine would die "
+            f"at the first request. Use a model with size {usable_sizes}.",
+        )
+    else:
+        found.add("ok", f"model: {description.model_type} at {path}")
+    return tokenizer
+
+
+def check_trained_model(
+    found: Findings, setting: object, path: str, chat_template: str | None, max_len: int, fsdp: FsdpConfig
+) -> "PreTrainedTokenizerBase | None":
+    """The tokenizer of a model that no engine loads, or None."""
+    tokenizer = check_tokenizer(found, setting, path, chat_template)
+    if tokenizer is None:
+        return None
+    description = check_description(found, setting, path, max_len, fsdp)
+    if description is not None:
+        found.add("ok", f"model: {description.model_type} at {path}")
+    return tokenizer
+
+
+def check_tokenizer(
+    found: Findings, setting: object, path: str, chat_template: str | None
+) -> "PreTrainedTokenizerBase | None":
+    """The tokenizer, or None."""
+    if not path:
+        return None
+    return found.attempt(_tokenizer, path, chat_template, name_of(setting))
+
+
+def _tokenizer(path: str, chat_template: str | None, flag: str) -> "PreTrainedTokenizerBase":
+    """As `load_tokenizer`; of a training checkpoint it says so and names the nearest model of its run."""
+    folder = Path(path).resolve()
+    is_checkpoint = re.fullmatch(r"step_\d+", folder.name) and folder.is_dir()
+    if not is_checkpoint or (folder / "config.json").is_file():
+        return load_tokenizer(path, chat_template, flag=flag)
+
+    output = folder.parent.parent
+    models = [model for model in (folder / "hf", output / "best", output) if (model / "config.json").is_file()]
+    if models:
+        fix = f"Use --{flag} {models[0]}"
+    else:
+        fix = "Let the run end, or pass --ckpt.save_hf to it"
+    raise ConfigError(
+        f"`{flag}` (={path}) is a training checkpoint (shards and optimizer state), not a Hugging Face model, so it "
+        f"cannot be loaded. {fix}."
+    )
+
+
+def check_description(
+    found: Findings, setting: object, path: str, max_len: int, fsdp: FsdpConfig | None
+) -> "PreTrainedConfig | None":
+    """The configuration in the model directory, or None if the model cannot be used."""
+    from molt.models.build import load_config
+
+    return found.attempt(load_config, path, max_len, flag=name_of(setting), fsdp=fsdp)
+
+
+def check_balance(found: Findings, setting: object, coefficient: float, description: "PreTrainedConfig") -> None:
+    """Add an error if there are no experts to balance."""
+    from molt.models.load_balance import refuse_balance
+
+    if coefficient > 0:
+        found.attempt(refuse_balance, description, f"`{name_of(setting)}` (={coefficient:g})")
+
+
+def attention_head_size(description: "PreTrainedConfig") -> int | None:
+    """None if the configuration does not say."""
+    text_config = description.get_text_config()
+    head_size = getattr(text_config, "head_dim", None)
+    heads = getattr(text_config, "num_attention_heads", None)
+    if head_size is None and heads:
+        head_size = text_config.hidden_size // heads
+    return head_size
+
+
+def check_scoring_models(
+    found: Findings, config: RLConfig, algorithm: Algorithm, tokenizer: "PreTrainedTokenizerBase | None"
+) -> None:
+    """Add what is wrong with a reference and a critic that are used and are not the actor's model."""
+    settings: list[object] = []
+    if config.algo.reads_reference_model:
+        settings.append(RL.ref.model_name_or_path)
+    if "values" in algorithm.estimator.needs:
+        settings.append(RL.critic.model_name_or_path)
+
+    actor = config.actor.model_name_or_path
+    for setting in settings:
+        path = value_of(setting, config)
+        if path in ("", actor):
+            continue
+        other = check_trained_model(found, setting, path, config.data.chat_template, config.data.max_len, config.fsdp)
+        if tokenizer is None or other is None:
+            continue
+        different = tokenizer.get_vocab().items() ^ other.get_vocab().items()
+        if different:
+            first_id = min(token_id for _, token_id in different)
+            found.add(
+                "error",
+                f"`{name_of(setting)}` (={path}) has another vocabulary than `actor.model_name_or_path` (={actor}), "
+                f"first at id {first_id}: the ids of a rollout are another text there, so its numbers would be of that "
+                "text. Use a model with the actor's tokenizer.",
+            )
+
+
+# The agent.
+
+
+def check_agent(found: Findings, config: RLConfig, tokenizer: "PreTrainedTokenizerBase | None") -> None:
+    """Add whether the agent file imports, and whether its agent can talk to the model."""
+    path = config.train.agent_path
+    if not path:
+        return
+    runner = found.attempt(load_runner, path)
+    if runner is None:
+        return
+    found.add("ok", f"agent: {path} imports")
+    if isinstance(runner, ChatAgentRunner) and tokenizer is not None:
+        found.attempt(_check_chat, found, config)
 
 
 def _check_chat(found: Findings, config: RLConfig) -> None:
@@ -82,145 +356,39 @@ def _check_chat(found: Findings, config: RLConfig) -> None:
             f"`data.apply_chat_template` (=False) with `train.agent_path` (={config.train.agent_path}): a ChatAgent "
             "talks in messages, so plain prompts would reach no client. Pass --data.apply_chat_template."
         )
-    retention = config.rollout.thinking_retention
-    model, template = config.actor.model_name_or_path, config.data.chat_template
-    renderer = load_chat_renderer(model, template, thinking_retention=retention)
+    renderer = load_chat_renderer(
+        config.actor.model_name_or_path,
+        config.data.chat_template,
+        thinking_retention=config.rollout.thinking_retention,
+    )
     found.add("warning", *check_round_trip(renderer, tools=config.data.tools_key is not None))
     found.add("ok", f"chat: rendered and parsed as {renderer.family or 'the template says'}")
 
 
-def check_or_raise(config: Any, checks: Callable[[Any], Findings] = static_checks) -> Findings:
-    """For trainers: the findings if none is an error, else one MoltError with all errors."""
-    found = checks(config)
-    if found.errors:
-        raise MoltError("\n".join(found.errors))
-    return found
+# Datasets.
 
 
-def check_algorithm(found: Findings, config: RLConfig) -> Any:
-    """The estimator, or None; adds what is wrong with it or its settings, or with a loss of the user's."""
-    from molt.algo.plugin import load_estimator, load_loss
+@dataclass(frozen=True)
+class Dataset:
+    """The first rows of the datasets that a setting names."""
 
-    if config.algo.loss and ":" in config.algo.loss:
-        found.attempt(load_loss, config.algo.loss)
-    estimator = found.attempt(load_estimator, config.algo.advantage.estimator)
-    if estimator is not None:
-        found.add("error", *broken(ESTIMATOR_RULES, config, estimator))
-        found.add("warning", *broken(ESTIMATOR_WARNINGS, config, estimator))
-    return estimator
+    setting: object
+    paths: str
+    rows: Rows
 
-
-def check_settings(config: Any, rules: list[Rule], warnings: list[Rule], found: Sequence = ()) -> Findings:
-    """The rules and, unless the run only evaluates and writes nothing, the output directory; after what is `found`."""
-    found = Findings(found)
-    found.add("error", *broken(rules, config))
-    if not found.errors:
-        found.add("ok", "settings: all rules hold")
-    found.add("warning", *broken(warnings, config))
-    if not getattr(config.eval, "eval_only", False):
-        found.attempt(check_output_dir, config.ckpt)
-    return found
+    @property
+    def label(self) -> str:
+        return f"`{name_of(self.setting)}` (={self.paths})"
 
 
-def check_device(found: Findings, fsdp: FsdpConfig, *, trains: bool = True) -> Any:
-    """The torch device, or None; adds what is wrong with it, or with the attention that the trainer would run on it."""
-    from molt.models.build import attention_implementation
-    from molt.parallel.mesh import resolve_device
+@dataclass(frozen=True)
+class Column:
+    """A column that a setting names."""
 
-    device = found.attempt(resolve_device, fsdp.device)
-    if device is not None and trains:
-        found.attempt(attention_implementation, fsdp, device)
-    return device
-
-
-def check_output_dir(ckpt: CkptConfig) -> None:
-    """Raise if the run could not be written, or would be mixed with another one."""
-    there = nearest_existing(ckpt.output_dir)
-    if not there.is_dir() or not _writable(there):
-        raise ConfigError(
-            f"`ckpt.output_dir` (={ckpt.output_dir}): {there} is {'not writable' if there.is_dir() else 'a file'}, so "
-            "nothing of the run could be saved. Use a directory that you may write to."
-        )
-    metrics = ckpt.run_dir / "metrics.jsonl"  # a start that failed leaves it empty
-    trained = (metrics.is_file() and metrics.stat().st_size > 0) or any(ckpt.checkpoints.glob("*"))
-    if trained and not ckpt.load_enable:
-        raise CheckpointError(
-            f"`ckpt.output_dir` (={ckpt.output_dir}) holds a run, which would be overwritten. Pass --ckpt.load_enable "
-            "to resume it, or another --ckpt.output_dir."
-        )
-
-
-def _writable(folder: Path) -> bool:
-    # Asking for permission is not enough: root has it on a file system that takes no files.
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            return True
-    except OSError:
-        return False
-
-
-def nearest_existing(path: Path) -> Path:
-    return next(parent for parent in (path, *path.absolute().parents) if parent.exists())
-
-
-def _tokenizer(path: str, chat_template: str | None, flag: str) -> Any:
-    """As `load_tokenizer`; of a training checkpoint it says so and names the nearest model of its run."""
-    folder = Path(path).resolve()
-    if not re.fullmatch(r"step_\d+", folder.name) or not folder.is_dir() or (folder / "config.json").is_file():
-        return load_tokenizer(path, chat_template, flag=flag)
-    output = folder.parent.parent
-    models = [model for model in (folder / "hf", output / "best", output) if (model / "config.json").is_file()]
-    fix = f"Use --{flag} {models[0]}" if models else "Let the run end, or pass --ckpt.save_hf to it"
-    raise ConfigError(
-        f"`{flag}` (={path}) is a training checkpoint (shards and optimizer state), not a Hugging Face model, so it "
-        f"cannot be loaded. {fix}."
-    )
-
-
-def check_model(
-    found: Findings, config: Any, model: ModelConfig | RefConfig, section: str, *, cpu_engine: bool, trains: bool = True
-) -> Any:
-    """The tokenizer, or None; adds what the model's configuration says against the settings."""
-    from molt.models.build import load_config
-    from molt.models.load_balance import refuse_balance
-
-    path, flag = model.model_name_or_path, f"{section}.model_name_or_path"
-    if not path or (tokenizer := found.attempt(_tokenizer, path, config.data.chat_template, flag)) is None:
-        return None
-    fsdp = config.fsdp if trains else None
-    if (known := found.attempt(load_config, path, config.data.max_len, flag=flag, fsdp=fsdp)) is not None:
-        if trains and (coefficient := getattr(model, "aux_loss_coef", 0)):
-            found.attempt(refuse_balance, known, f"`{section}.aux_loss_coef` (={coefficient:g})")
-        of_text = known.get_text_config()
-        heads = getattr(of_text, "num_attention_heads", None)
-        head = getattr(of_text, "head_dim", None) or (heads and of_text.hidden_size // heads)
-        if cpu_engine and head and head not in CPU_HEAD_SIZES:
-            found.add(
-                "error",
-                f"`{flag}` (={path}): its attention heads have size {head}, so the CPU engine would die at the first "
-                f"request. Use a model with size {', '.join(map(str, CPU_HEAD_SIZES))}.",
-            )
-        else:
-            found.add("ok", f"model: {known.model_type} at {path}")
-    return tokenizer
-
-
-def check_scoring_models(found: Findings, config: RLConfig, estimator: Any, tokenizer: Any) -> None:
-    """Adds what is wrong with a reference and a critic that are used and are not the actor's model."""
-    models = {"ref": config.ref} if config.algo.reads_reference_model else {}
-    models |= {"critic": config.critic} if "values" in estimator.needs else {}
-    for section, model in models.items():
-        path, actor = model.model_name_or_path, config.actor.model_name_or_path
-        if path in ("", actor):
-            continue
-        other = check_model(found, config, model, section, cpu_engine=False)
-        if tokenizer and other and (differ := tokenizer.get_vocab().items() ^ other.get_vocab().items()):
-            found.add(
-                "error",
-                f"`{section}.model_name_or_path` (={path}) has another vocabulary than `actor.model_name_or_path` "
-                f"(={actor}), first at id {min(i for _, i in differ)}: the ids of a rollout are another text there, so "
-                "its numbers would be of that text. Use a model with the actor's tokenizer.",
-            )
+    setting: object
+    name: str
+    everywhere: bool = True
+    """Every file must have it, not only one."""
 
 
 def first_rows(
@@ -231,44 +399,106 @@ def first_rows(
     return load_rows(paths, flag=flag, split=split, max_samples=min(max_samples or most, most), each=each)
 
 
-def first_prompts(config: RLConfig) -> Rows:
+def first_prompts(config: RLConfig) -> Dataset:
+    """The prompts of training. Raises DataError."""
     data = config.data
-    mixed = data.prompt_probs is not None
-    return first_rows(data.prompt_dataset, "data.prompt_dataset", data.prompt_split, data.max_samples, mixed=mixed)
+    rows = first_rows(
+        data.prompt_dataset,
+        "data.prompt_dataset",
+        data.prompt_split,
+        data.max_samples,
+        mixed=data.prompt_probs is not None,
+    )
+    return Dataset(RL.data.prompt_dataset, data.prompt_dataset, rows)
 
 
-def first_held_out(config: Any) -> Rows:
-    return first_rows(config.eval.dataset, "eval.dataset", config.eval.split)
+def first_held_out(config: RLConfig) -> Dataset:
+    """The prompts of the evaluation. Raises DataError."""
+    paths = config.eval.dataset or ""
+    rows = first_rows(paths, "eval.dataset", config.eval.split)
+    return Dataset(RL.eval.dataset, paths, rows)
+
+
+def check_datasets(
+    found: Findings,
+    config: RLConfig,
+    datasets: Sequence[Dataset | None],
+    tokenizer: "PreTrainedTokenizerBase | None",
+) -> None:
+    """Look at the columns of the datasets, and at their first rows if the columns are there."""
+    loaded = [dataset for dataset in datasets if dataset is not None]
+    columns = [Column(RL.data.input_key, config.data.input_key)]
+    if config.data.label_key is not None:
+        columns.append(Column(RL.data.label_key, config.data.label_key))
+    if config.data.tools_key is not None:
+        columns.append(Column(RL.data.tools_key, config.data.tools_key, everywhere=False))
+
+    if has_columns(found, loaded, columns):
+        for dataset in loaded:
+            found.attempt(_check_prompts, found, config, dataset, tokenizer)
+
+
+def has_columns(found: Findings, datasets: Sequence[Dataset], columns: Sequence[Column]) -> bool:
+    """Whether the datasets have the columns. A missing one is one error, which names all datasets that lack it."""
+    missing = [message for column in columns for message in _missing(column, datasets)]
+    found.add("error", *missing)
+    return not missing
+
+
+def _missing(column: Column, datasets: Sequence[Dataset]) -> Iterator[str]:
+    lacking = [dataset for dataset in datasets if column.name not in dataset.rows.columns]
+    if lacking:
+        labels = " and ".join(dataset.label for dataset in lacking)
+        has = "has" if len(lacking) == 1 else "have"
+        known = list(lacking[0].rows.columns)
+        yield (
+            f"`{name_of(column.setting)}` (={column.name}): {labels} {has} no such column, so no row could be used."
+            f"{did_you_mean(column.name, known)} Use one of: {', '.join(known)}."
+        )
+        return
+    for dataset in datasets:
+        try:
+            require_column(dataset.rows, column.name, name_of(column.setting), everywhere=column.everywhere)
+        except DataError as error:  # some files have it
+            yield str(error)
 
 
 def _check_prompts(
-    found: Findings, config: RLConfig, flag: str, load: Callable[[RLConfig], Rows], tokenizer: Any
+    found: Findings, config: RLConfig, dataset: Dataset, tokenizer: "PreTrainedTokenizerBase | None"
 ) -> None:
-    data, dataset = config.data, PromptDataset(load(config), config.data)
-    renderer = tokenizer and Renderer(tokenizer, apply_chat_template=data.apply_chat_template)
-    looked_at = _first_of_each(dataset.rows.sizes)
-    report = DropReport(len(looked_at))
-    for i in looked_at:
+    data = config.data
+    prompts = PromptDataset(dataset.rows, data)
+    renderer = None
+    if tokenizer is not None:
+        renderer = Renderer(tokenizer, apply_chat_template=data.apply_chat_template)
+
+    numbers = _first_of_each(dataset.rows.sizes)
+    report = DropReport(len(numbers))
+    for number in numbers:
         try:
-            prompt = dataset.prompt(i)
-            if renderer and len(renderer.prompt_ids(prompt)) >= data.max_len:
+            prompt = prompts.prompt(number)
+            if renderer is not None and len(renderer.prompt_ids(prompt)) >= data.max_len:
                 raise UnusableRow(f"not shorter than `data.max_len` (={data.max_len}); raise it to use them")
         except UnusableRow as error:
-            report.add(i, error)
+            report.add(number, error)
+
     if report.dropped == report.total:
         raise DataError(
-            f"`{flag}` (={attrgetter(flag)(config)}): no prompt is left. {report.message()} Or name the column that "
+            f"{dataset.label}: no prompt is left. {report.message()} Or name the column that "
             f"holds the prompts with `data.input_key` (={data.input_key})."
         )
-    if renderer:
-        add_rows(found, f"prompts of {flag}", report)
+    if renderer is not None:
+        add_rows(found, f"prompts of {name_of(dataset.setting)}", report)
 
 
 def _first_of_each(sizes: list[int]) -> list[int]:
     """The numbers of the first rows of each dataset, `LOOK_ROWS` in all."""
     most = max(1, LOOK_ROWS // len(sizes))
     starts = accumulate([0, *sizes[:-1]])
-    return [start + i for start, size in zip(starts, sizes, strict=True) for i in range(min(size, most))]
+    numbers: list[int] = []
+    for start, size in zip(starts, sizes, strict=True):
+        numbers.extend(range(start, start + min(size, most)))
+    return numbers
 
 
 def add_rows(found: Findings, what: str, report: DropReport) -> None:
@@ -278,7 +508,61 @@ def add_rows(found: Findings, what: str, report: DropReport) -> None:
     found.add("ok", f"{what}: {report.total - report.dropped:,} of the first {report.total:,} rows can be used")
 
 
+def check_steps(found: Findings, config: RLConfig, rows: Rows) -> None:
+    """Add how many training batches the prompts are. Raises DataError if they cannot be mixed."""
+    order = EpochOrder(rows.sizes, seed=config.train.seed, shares=config.data.prompt_probs, flag="data.prompt_probs")
+    passes = config.train.num_episodes
+    batch_size = config.rollout.batch_size
+    plan = StepPlan(
+        rows=len(order),
+        rows_are_cut=is_cut(rows, config.data.max_samples),
+        passes=passes,
+        batch_size=batch_size,
+        steps=math.ceil(len(order) * passes / batch_size),
+        max_steps=config.train.max_steps,
+    )
+    add_steps(found, plan, RL.rollout.batch_size)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """How many steps the rows of a dataset are."""
+
+    rows: int
+    rows_are_cut: bool
+    """There may be more rows than were read."""
+    passes: int
+    batch_size: int
+    steps: int
+    max_steps: int | None
+
+
+def is_cut(rows: Rows, max_samples: int | None) -> bool:
+    """Whether there may be more rows than the first that were read."""
+    return max(rows.sizes) >= MOST_ROWS and (max_samples is None or max_samples > MOST_ROWS)
+
+
+def add_steps(found: Findings, plan: StepPlan, batch_setting: object) -> None:
+    """Add "N rows / B = S steps", and a warning if the rows do not fill a batch."""
+    rows = plural(plan.rows, "row")
+    at_least = "at least " if plan.rows_are_cut else ""
+    passes = f" x {plan.passes} passes" if plan.passes > 1 else ""
+    text = f"steps: {at_least}{rows}{passes} / {plan.batch_size:,} = {at_least}{plural(plan.steps, 'step')}"
+    if plan.max_steps is not None and (plan.rows_are_cut or plan.max_steps < plan.steps):
+        text += f", ended by `train.max_steps` (={plan.max_steps})"
+    found.add("ok", text)
+
+    if plan.rows < plan.batch_size and not plan.rows_are_cut:
+        name = name_of(batch_setting)
+        found.add(
+            "warning",
+            f"`{name}` (={plan.batch_size}): the dataset has {rows}, which do not fill one batch. Use --{name} "
+            f"{plan.rows} or less, or a dataset with more rows.",
+        )
+
+
 def show(found: Findings) -> None:
     """Print the report, one finding a line."""
-    for level, text in found:
-        Console().print(Text.assemble((f"{level:<9}", COLOURS[level]), text), soft_wrap=True)
+    for finding in found:
+        line = Text.assemble((f"{finding.level:<9}", COLOURS[finding.level]), finding.text)
+        Console().print(line, soft_wrap=True)

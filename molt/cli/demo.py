@@ -20,9 +20,10 @@ from molt.cli import demo_task
 from molt.errors import ConfigError
 
 HELD_OUT = 512
-SFT_ROWS, RL_ROWS = 8_192, 16_384
+SFT_ROWS = 8_192
+RL_ROWS = 16_384
 SLIPS = 0.12
-"""The SFT answers are a careless teacher's, about half of them wrong, so that RL has something to put right."""
+"""The SFT answers are a careless teacher's, about half of them wrong, so that RL has something to correct."""
 SPECIAL = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"]
 CHAT_TEMPLATE = (
     "{%- for message in messages %}{{- '<|' + message.role + '|>' + message.content + '<|end|>' }}{%- endfor %}"
@@ -31,18 +32,21 @@ CHAT_TEMPLATE = (
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="molt demo", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="molt demo", description=__doc__, epilog="Other flags are those of `molt rl`, for the RL run."
+    )
     parser.add_argument(
         "--output_dir", type=Path, default=Path("demo"), help="where everything lands (default: ./demo)"
     )
     parser.add_argument("--train.seed", dest="seed", type=int, default=42, help="seed of data, model and sampling")
-    known, rl_flags = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    known, rl_flags = parser.parse_known_args(argv)
     run_demo(known.output_dir, known.seed, rl_flags)
 
 
 def run_demo(folder: Path, seed: int, rl_flags: list[str]) -> None:
     """The whole demo. `rl_flags` override the flags of the RL run."""
-    console, started = Console(highlight=False, soft_wrap=True), time.monotonic()
+    console = Console(highlight=False, soft_wrap=True)
+    started = time.monotonic()
     console.print("[bold]molt demo[/]: a tiny model learns to say five digits backwards", "\n")
     start_afresh(folder)
     console.print(f"[bold]1. data and model[/] → {folder}")
@@ -131,8 +135,14 @@ def build_data(folder: Path, seed: int) -> None:
     taught = [demo_task.careless(row, seed, SLIPS) for row in train[:SFT_ROWS]]
     data = folder / "data"
     data.mkdir(parents=True, exist_ok=True)
-    for name, rows in (("held_out", held_out), ("sft", taught), ("rl", train[SFT_ROWS:])):
-        (data / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _write_rows(data / "held_out.jsonl", held_out)
+    _write_rows(data / "sft.jsonl", taught)
+    _write_rows(data / "rl.jsonl", train[SFT_ROWS:])
+
+
+def _write_rows(path: Path, rows: list[dict[str, str]]) -> None:
+    lines = [json.dumps(row) + "\n" for row in rows]
+    path.write_text("".join(lines))
 
 
 def build_model(path: Path, seed: int, words: Sequence[str] = (), chat_template: str = CHAT_TEMPLATE) -> int:
@@ -176,13 +186,14 @@ def build_model(path: Path, seed: int, words: Sequence[str] = (), chat_template:
 
 def evaluations(metrics: Path) -> tuple[float, float]:
     """pass@1 of the first and the last evaluation."""
-    values = [json.loads(line).get("eval/reverse/pass1") for line in metrics.read_text().splitlines()]
-    found = [value for value in values if value is not None]
-    return found[0], found[-1]
+    steps = [json.loads(line) for line in metrics.read_text().splitlines()]
+    scores = [step["eval/reverse/pass1"] for step in steps if step.get("eval/reverse/pass1") is not None]
+    return scores[0], scores[-1]
 
 
 def _run(console: Console, module: str, flags: list[str]) -> None:
-    console.print(f"   [dim]python -m {module} {' '.join(flags)}[/]")
+    command = " ".join(flags)
+    console.print(f"   [dim]python -m {module} {command}[/]")
     result = subprocess.run([sys.executable, "-m", module, *flags], check=False)
     if result.returncode != 0:
         raise SystemExit(result.returncode)

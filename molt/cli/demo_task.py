@@ -15,7 +15,8 @@ class ReverseDigits(Env):
     """One turn: right or wrong."""
 
     async def step(self, state) -> Result:
-        return Result(reward=float(state["action"] == state["label"]))
+        is_right = state["action"] == state["label"]
+        return Result(reward=float(is_right))
 
 
 class AgentRunner(StepEnvRunner):
@@ -25,14 +26,22 @@ class AgentRunner(StepEnvRunner):
 
 def rows(count: int, seed: int, exclude: frozenset[str] = frozenset()) -> list[dict[str, str]]:
     """`count` different prompts that are not in `exclude`: `{"input": "12345", "label": "54321"}`."""
-    numbers = [f"{n:0{DIGITS}d}" for n in range(10**DIGITS)]
+    numbers = [f"{number:0{DIGITS}d}" for number in range(10**DIGITS)]
     random.Random(seed).shuffle(numbers)
-    chosen = [number for number in numbers if number not in exclude][:count]
-    return [{"input": number, "label": number[::-1], "data_source": "reverse"} for number in chosen]
+    usable = [number for number in numbers if number not in exclude]
+    return [_row(number) for number in usable[:count]]
+
+
+def _row(number: str) -> dict[str, str]:
+    return {"input": number, "label": number[::-1], "data_source": "reverse"}
 
 
 def careless(row: dict[str, str], seed: int, slips: float) -> dict[str, str]:
     """The row as a careless teacher answers it: each digit is replaced by a random one with probability `slips`."""
     chance = random.Random(f"{seed}:{row['input']}")
-    answer = [str(chance.randrange(10)) if chance.random() < slips else digit for digit in row["label"]]
-    return row | {"label": "".join(answer)}
+    answer = ""
+    for digit in row["label"]:
+        if chance.random() < slips:
+            digit = str(chance.randrange(10))
+        answer += digit
+    return {**row, "label": answer}

@@ -7,90 +7,149 @@ with the numbers of the table. Nothing is written into any run directory.
 """
 
 import json
-from typing import Any
+from collections import Counter
+from typing import TYPE_CHECKING, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
 from molt.cli.args import parse
-from molt.cli.check import check_or_raise, show
 from molt.config import RLConfig
 from molt.errors import FailureRateError
 
-COLUMNS = [
-    ("prompts", "prompts", ",.0f"),
-    ("samples", "samples", ",.0f"),
-    ("pass@1", "pass1", ".4f"),
-    ("95 % from", "pass1_low", ".4f"),
-    ("to", "pass1_high", ".4f"),
-    ("length", "response_length", ".1f"),
-    ("truncated", "truncated", ".1%"),
-    ("failures", "failures", ",.0f"),
+if TYPE_CHECKING:  # imported once the flags are known to be right
+    from molt.rollout.evaluate import Answers
+
+ABOUT = "`molt eval`: the score of a model on a dataset. The flags are those of `molt rl`; no trainer is built."
+
+
+class Column(NamedTuple):
+    """One column of the table."""
+
+    label: str
+    number: str
+    """Its name in the JSON."""
+    format: str
+
+
+BEFORE_BEST_OF = [
+    Column("prompts", "prompts", ",.0f"),
+    Column("samples", "samples", ",.0f"),
+    Column("pass@1", "pass1", ".4f"),
+    Column("95 % from", "pass1_low", ".4f"),
+    Column("to", "pass1_high", ".4f"),
 ]
-"""Label, number, format."""
+AFTER_BEST_OF = [
+    Column("length", "response_length", ".1f"),
+    Column("truncated", "truncated", ".1%"),
+    Column("failures", "failures", ",.0f"),
+]
+
+Numbers = dict[str, dict[str, float]]
+"""By data source, then by name."""
 
 
 def main(argv: list[str]) -> None:
     """Check, evaluate, print. Raises a MoltError when something is wrong, or when too much of it failed."""
-    config = parse(RLConfig, [*argv, "--eval.eval_only"], prog="molt eval")
-    show(check_or_raise(config))
+    config = parse(RLConfig, [*argv, "--eval.eval_only"], prog="molt eval", about=ABOUT)
+    from molt.cli.check import check_or_raise, evaluation_checks, show
+
+    show(check_or_raise(config, evaluation_checks))
     from molt.driver import run_evaluation
 
-    present(config, *run_evaluation(config))
+    answers, seconds = run_evaluation(config)
+    present(config, answers, seconds)
 
 
-def present(config: RLConfig, answers: dict[str, Any], seconds: float) -> None:
+def present(config: RLConfig, answers: "Answers", seconds: float) -> None:
     """Print a table by data source, then the same numbers as JSON.
 
-    answers: `molt.rollout.evaluate.Answers`. Raises `FailureRateError`, instead, with the table of reasons when more
-    than `rollout.max_failure_rate` of the rollouts have no result, or all of them.
+    Raises `FailureRateError`, instead, with the table of reasons when more than `rollout.max_failure_rate` of the
+    rollouts have no result, or all of them.
     """
     console = Console()
-    console = console if console.is_terminal else Console(width=120)
+    if not console.is_terminal:
+        console = Console(width=120)
     failures = check_failures(answers, config.rollout.max_failure_rate)
     sources = numbers(answers)
-    console.print(_table(sources, f"{config.actor.model_name_or_path} on {config.eval.dataset}, {seconds:.1f} s"))
+    model = config.actor.model_name_or_path
+    dataset = config.eval.dataset
+    console.print(_table(sources, f"{model} on {dataset}, {seconds:.1f} s"))
     if failures:
         console.print(f"without a result, by reason:\n{failures}", markup=False, highlight=False, soft_wrap=True)
-    summary = {"model": config.actor.model_name_or_path, "dataset": config.eval.dataset, "seconds": round(seconds, 3)}
-    print(json.dumps({**summary, "sources": sources}), flush=True)
+    summary = {"model": model, "dataset": dataset, "seconds": round(seconds, 3), "sources": sources}
+    print(json.dumps(summary), flush=True)
 
 
-def numbers(answers: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """By data source: prompts, samples asked for, and what `score` says, without the `eval/<source>/`."""
+def numbers(answers: "Answers") -> Numbers:
+    """By data source: prompts, samples asked for, and the numbers of `score` without their `eval/<source>/`."""
     from molt.report.metrics import values
     from molt.rollout.evaluate import score
 
-    found: dict[str, dict[str, float]] = {}
+    sources: Numbers = {}
     for source, groups in answers.items():
-        scored = values(score({source: groups}))
-        found[source] = {"prompts": len(groups), "samples": sum(map(len, groups))}
-        found[source] |= {name.rpartition("/")[2]: value for name, value in scored.items()}
-    return found
+        samples = sum(len(rollouts) for rollouts in groups)
+        sources[source] = {"prompts": len(groups), "samples": samples}
+        for metric, value in values(score({source: groups})).items():
+            name = metric.rpartition("/")[2]
+            sources[source][name] = value
+    return sources
 
 
-def check_failures(answers: dict[str, Any], limit: float) -> str:
+def check_failures(answers: "Answers", limit: float) -> str:
     """The rollouts without a result by reason, one line each. Raises `FailureRateError` if they are too many."""
     from molt.rollout.evaluate import failures
 
     reasons, details = failures(answers)
-    asked = sum(len(rollouts) for groups in answers.values() for rollouts in groups)
-    table = "\n".join(f"  {count:5d}  {reason}: {details[reason]}" for reason, count in reasons.most_common())
-    if reasons.total() > limit * asked or reasons.total() == asked:
+    table = _failure_table(reasons, details)
+    rollouts = 0
+    for groups in answers.values():
+        rollouts += sum(len(group) for group in groups)
+    failed = reasons.total()
+    if failed > limit * rollouts or failed == rollouts:
         raise FailureRateError(
-            f"{reasons.total()} of {asked} rollouts have no result, above rollout.max_failure_rate (={limit:g}): the "
-            f"score of the others would say little about the model. Mend agent, engine or dataset. By reason:\n{table}"
+            f"{failed} of {rollouts} rollouts have no result, above rollout.max_failure_rate (={limit:g}): the "
+            f"score of the others would say little about the model. Fix agent, engine or dataset. By reason:\n{table}"
         )
     return table
 
 
-def _table(sources: dict[str, dict[str, float]], title: str) -> Table:
-    best_of = sorted({name for found in sources.values() for name in found if name[4:].isdigit() and name != "pass1"})
-    columns = [*COLUMNS[:5], *((f"pass@{name[4:]}", name, ".4f") for name in best_of), *COLUMNS[5:]]
+def _failure_table(reasons: Counter[str], details: dict[str, str]) -> str:
+    lines: list[str] = []
+    for reason, count in reasons.most_common():
+        lines.append(f"  {count:5d}  {_failure(reason, details[reason])}")
+    return "\n".join(lines)
+
+
+def _failure(reason: str, detail: str) -> str:
+    """Reason and detail; the `repr` of an error has its name already."""
+    if detail.startswith(f"{reason}("):
+        return detail
+    return f"{reason}: {detail}"
+
+
+def _table(sources: Numbers, title: str) -> Table:
+    columns = [*BEFORE_BEST_OF, *_best_of(sources), *AFTER_BEST_OF]
     table = Table(title=title, title_justify="left")
     table.add_column("source", overflow="fold")
-    for label, _, _ in columns:
-        table.add_column(label, justify="right", no_wrap=True)
-    for source, found in sources.items():
-        table.add_row(source, *(format(found[name], form) if name in found else "-" for _, name, form in columns))
+    for column in columns:
+        table.add_column(column.label, justify="right", no_wrap=True)
+    for source, values in sources.items():
+        cells = [_cell(values, column) for column in columns]
+        table.add_row(source, *cells)
     return table
+
+
+def _best_of(sources: Numbers) -> list[Column]:
+    """A column for each `pass<k>` above pass1."""
+    names: set[str] = set()
+    for values in sources.values():
+        names.update(name for name in values if name.startswith("pass") and name[4:].isdigit())
+    names.discard("pass1")
+    return [Column(f"pass@{name[4:]}", name, ".4f") for name in sorted(names)]
+
+
+def _cell(values: dict[str, float], column: Column) -> str:
+    if column.number not in values:
+        return "-"
+    return format(values[column.number], column.format)

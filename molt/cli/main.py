@@ -1,7 +1,7 @@
 """The console script `molt`. Commands are imported when they are asked for: `molt --help` is instant."""
 
+import argparse
 import sys
-from importlib import import_module
 from pathlib import Path
 
 from molt.cli.args import parse, run_command
@@ -9,11 +9,7 @@ from molt.config import RLConfig
 from molt.config_sft import SftConfig
 from molt.errors import ConfigError, did_you_mean
 
-CHECKS = {
-    "rl": ("molt.cli.advice", "all_checks", RLConfig),
-    "sft": ("molt.cli.train_sft", "static_checks", SftConfig),
-    "eval": ("molt.cli.check", "static_checks", RLConfig),
-}
+CHECKED = ("rl", "sft", "eval")
 HELP = """molt trains agents with reinforcement learning.
 
   molt demo                a tiny model learns a task on this machine; minutes on 2 CPU cores
@@ -26,81 +22,169 @@ HELP = """molt trains agents with reinforcement learning.
 
 `molt COMMAND --help` lists its flags. Start with `molt demo`.
 """
+CHECK_HELP = """usage: molt check [rl|sft|eval] [FLAGS]
+
+Checks a run without loading weights: settings, model, tokenizer, chat template, agent file, datasets, devices, disk
+space. Prints one finding a line; the exit code is 1 if one of them is an error.
+
+  molt check rl ...        the flags of `molt rl` (also without the word rl)
+  molt check sft ...       the flags of `molt sft`
+  molt check eval ...      the flags of `molt eval`
+
+`molt check rl --help` lists the flags.
+"""
 
 
 def check(argv: list[str]) -> int:
     """`molt check [rl|sft|eval] ...flags`: prints the findings; 1 if one is an error."""
+    if argv and argv[0] in ("-h", "--help"):
+        print(CHECK_HELP, end="")
+        return 0
+    command = "rl"
+    flags = argv
+    if argv and not argv[0].startswith("-"):
+        command = argv[0]
+        flags = argv[1:]
+
+    if command == "rl":
+        return _check_rl(flags)
+    if command == "eval":
+        return _check_eval(flags)
+    if command == "sft":
+        return _check_sft(flags)
+    near = did_you_mean(command, CHECKED)
+    raise ConfigError(f"`molt check` has no {command!r}.{near} Use rl, sft or eval, then the flags.")
+
+
+def _check_rl(flags: list[str]) -> int:
+    config = parse(RLConfig, flags, prog="molt check rl", about="`molt check rl`: checks a run of `molt rl`.")
+    if config.eval.eval_only:
+        return _check_eval(flags)
+    from molt.cli.advice import all_checks
     from molt.cli.check import show
 
-    name, flags = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else ("rl", argv)
-    if name not in CHECKS:
-        near = did_you_mean(name, CHECKS)
-        raise ConfigError(f"`molt check` has no {name!r}.{near} Use rl, sft or eval, then the flags.")
-    if name == "rl" and parse(RLConfig, flags, prog="molt check rl").eval.eval_only:
-        name = "eval"
-    module, function, config_class = CHECKS[name]
-    config = parse(config_class, [*flags, "--eval.eval_only"] if name == "eval" else flags, prog=f"molt check {name}")
-    found = getattr(import_module(module), function)(config)
+    found = all_checks(config)
     show(found)
-    return 1 if found.errors else 0
+    return _exit_code(found.errors)
+
+
+def _check_eval(flags: list[str]) -> int:
+    flags = [*flags, "--eval.eval_only"]
+    config = parse(RLConfig, flags, prog="molt check eval", about="`molt check eval`: checks a run of `molt eval`.")
+    from molt.cli.check import evaluation_checks, show
+
+    found = evaluation_checks(config)
+    show(found)
+    return _exit_code(found.errors)
+
+
+def _check_sft(flags: list[str]) -> int:
+    config = parse(SftConfig, flags, prog="molt check sft", about="`molt check sft`: checks a run of `molt sft`.")
+    from molt.cli.check import show
+    from molt.cli.train_sft import static_checks
+
+    found = static_checks(config)
+    show(found)
+    return _exit_code(found.errors)
+
+
+def _exit_code(errors: list[str]) -> int:
+    if errors:
+        return 1
+    return 0
 
 
 def report(argv: list[str]) -> int:
     """`molt report RUN`: RUN is an output directory, or its `run/`."""
-    from molt.report.page import write_report
-
-    run = Path(argv[0] if argv else "")
-    run = run / "run" if (run / "run").is_dir() else run
+    parser = argparse.ArgumentParser(prog="molt report", description="Writes report.html, the page of a run.")
+    parser.add_argument("run", metavar="RUN", help="the --ckpt.output_dir of a run, or the run/ in it")
+    arguments = parser.parse_args(argv)
+    run = Path(arguments.run)
+    if (run / "run").is_dir():
+        run = run / "run"
     if not (run / "metrics.jsonl").is_file():
         raise ConfigError(f"RUN (={run}) has no metrics.jsonl: there is no run to report. Pass the --ckpt.output_dir.")
+    from molt.report.page import write_report
+
     print(write_report(run))
     return 0
 
 
 def rl(argv: list[str]) -> int | None:
-    """`molt rl`: the advice, then the trainer, which starts with its own checks; --supervise starts it again."""
+    """`molt rl`: the advice, then the trainer, which starts with its own checks; --supervise restarts it."""
     if "--supervise" in argv:
-        return import_module("molt.cli.supervise").supervise([flag for flag in argv if flag != "--supervise"])
-    from molt.cli.advice import advise
-    from molt.cli.check import check_or_raise, show
+        from molt.cli.supervise import supervise
 
+        return supervise([flag for flag in argv if flag != "--supervise"])
     config = parse(RLConfig, argv, prog="molt rl")
     if config.eval.eval_only:
         return evaluate(argv)
+    from molt.cli.advice import advise
+    from molt.cli.check import check_or_raise, show
+
     show(check_or_raise(config, advise))
-    return import_module("molt.cli.train_rl_ray").main(argv)
+    from molt.cli import train_rl_ray
+
+    train_rl_ray.main(argv)
+    return None
 
 
-def sft(argv: list[str]) -> int | None:
-    return import_module("molt.cli.train_sft").main(argv)
+def sft(argv: list[str]) -> None:
+    """`molt sft`."""
+    from molt.cli import train_sft
+
+    train_sft.main(argv)
 
 
-def evaluate(argv: list[str]) -> int | None:
-    return import_module("molt.cli.eval").main(argv)
+def evaluate(argv: list[str]) -> None:
+    """`molt eval`."""
+    from molt.cli import eval as evaluation
+
+    evaluation.main(argv)
 
 
-def demo(argv: list[str]) -> int | None:
-    return import_module("molt.cli.demo").main(argv)
+def demo(argv: list[str]) -> None:
+    """`molt demo`."""
+    from molt.cli import demo as demonstration
+
+    demonstration.main(argv)
 
 
-def agent(argv: list[str]) -> int | None:
-    return import_module("molt.cli.agent").main(argv)
+def agent(argv: list[str]) -> int:
+    """`molt agent check FILE`."""
+    from molt.cli import agent as agent_commands
+
+    return agent_commands.main(argv)
 
 
 COMMANDS = {
-    "demo": demo, "rl": rl, "sft": sft, "eval": evaluate, "check": check, "agent": agent, "report": report,
-}  # fmt: skip
+    "demo": demo,
+    "rl": rl,
+    "sft": sft,
+    "eval": evaluate,
+    "check": check,
+    "agent": agent,
+    "report": report,
+}
+
+
+def print_help(_: list[str]) -> None:
+    print(HELP, end="")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; the value is the exit code (docs/cli.md)."""
-    name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if argv is None:
+        argv = sys.argv[1:]
+    if not argv:
+        argv = ["--help"]
+    name = argv[0]
+    rest = argv[1:]
     if name in ("-h", "--help", "help"):
-        return run_command(lambda _: print(HELP, end=""), rest)
+        return run_command(print_help, rest)
     if name not in COMMANDS:
-        print(
-            f"molt: error: unknown command {name!r}.{did_you_mean(name, COMMANDS)}\n\n{HELP}", end="", file=sys.stderr
-        )
+        near = did_you_mean(name, COMMANDS)
+        print(f"molt: error: unknown command {name!r}.{near}\n\n{HELP}", end="", file=sys.stderr)
         return 2
     return run_command(COMMANDS[name], rest)
 

@@ -1,20 +1,22 @@
-"""`python -m molt.cli.train_rl_ray`: asynchronous RL. What is wrong is said before Ray or vLLM is imported."""
+"""`python -m molt.cli.train_rl_ray`: asynchronous RL. Wrong settings are reported before Ray or vLLM is imported."""
 
 import os
 import sys
 
 from molt.cli.args import parse, run_command
-from molt.cli.check import check_or_raise, show
 from molt.config import RLConfig
 
 
 def main(argv: list[str] | None = None) -> None:
     """Check, then train. Raises a MoltError when something is wrong."""
-    argv = sys.argv[1:] if argv is None else argv
+    if argv is None:
+        argv = sys.argv[1:]
     config = parse(RLConfig, argv, prog="molt rl")
-    if config.eval.eval_only:  # another program, which this one becomes
+    if config.eval.eval_only:  # another program, which replaces this one
         os.execv(sys.executable, [sys.executable, "-m", "molt", "eval", *argv])
-    show(check_or_raise(config))
+    from molt.cli.check import check_or_raise, show, static_checks
+
+    show(check_or_raise(config, static_checks))
     from molt.driver import run_rl
 
     run_rl(config)

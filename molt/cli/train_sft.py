@@ -6,57 +6,121 @@
 The first rank checks the settings; the others wait for it in the process group.
 """
 
+import math
 import os
 import sys
+from typing import TYPE_CHECKING
 
-from molt.cli.advice import disk, overlap
 from molt.cli.args import parse, run_command
-from molt.cli.check import (
-    LOOK_ROWS,
-    Findings,
-    add_rows,
-    check_device,
-    check_model,
-    check_or_raise,
-    check_settings,
-    first_rows,
-    show,
-)
 from molt.config_file import dump
 from molt.config_sft import SftConfig
-from molt.rules_sft import RULES, WARNINGS
+
+if TYPE_CHECKING:  # imported once the flags are known to be right
+    from transformers import PreTrainedTokenizerBase
+
+    from molt.cli.check import Column, Dataset, Findings
 
 
-def static_checks(config: SftConfig) -> Findings:
+def static_checks(config: SftConfig) -> "Findings":
     """Everything found about an SFT run, errors included; never raises for what is wrong with the settings."""
-    found = check_settings(config, RULES, WARNINGS)
-    check_device(found, config.fsdp)
-    tokenizer = check_model(found, config, config.model, "model", cpu_engine=False)
-    disk(found, config.ckpt, config.model.model_name_or_path)
-    if config.data.dataset:
-        found.attempt(_check_conversations, found, config, tokenizer)
+    from molt import rules_sft
+    from molt.cli import advice, check
+
+    found = check.Findings()
+    check.add_rules(found, rules_sft.errors(config), rules_sft.warnings(config))
+    found.attempt(check.check_output_dir, config.ckpt)
+    device = check.check_device(found, config.fsdp)
+    if device is not None:
+        found.attempt(check.check_attention, config.fsdp, device)
+    tokenizer = check.check_trained_model(
+        found,
+        rules_sft.SFT.model.model_name_or_path,
+        config.model.model_name_or_path,
+        config.data.chat_template,
+        config.data.max_len,
+        config.fsdp,
+    )
+    advice.check_disk(found, config.ckpt, config.model.model_name_or_path)
+
+    conversations = found.attempt(_first_conversations, config) if config.data.dataset else None
+    held_out = found.attempt(_first_held_out, config) if config.eval.dataset else None
+    datasets = [dataset for dataset in (conversations, held_out) if dataset is not None]
+    if not check.has_columns(found, datasets, _columns(config)):
+        return found
+    if conversations is not None and held_out is not None:
+        advice.check_overlap(found, conversations, held_out, config.data.input_key)
+    if conversations is not None and tokenizer is not None:
+        found.attempt(_check_conversations, found, config, conversations, tokenizer)
     return found
 
 
-def _check_conversations(found: Findings, config: SftConfig, tokenizer) -> None:
-    from molt.data.conversations import build_conversations
+def _first_conversations(config: SftConfig) -> "Dataset":
+    from molt.cli.check import Dataset, first_rows
+    from molt.rules_sft import SFT
 
     data = config.data
-    mixed = data.dataset_probs is not None
-    rows = first_rows(data.dataset, "data.dataset", data.dataset_split, data.max_samples, mixed=mixed)
-    if config.eval.dataset:
-        found.attempt(overlap, found, rows, config)
-    if tokenizer is not None:
-        most = max(1, LOOK_ROWS // len(rows.sizes))
-        some = first_rows(data.dataset, "data.dataset", data.dataset_split, len(rows), mixed=True, most=most)
-        _, report = build_conversations(some, data, tokenizer)
-        add_rows(found, "conversations", report)
+    rows = first_rows(
+        data.dataset, "data.dataset", data.dataset_split, data.max_samples, mixed=data.dataset_probs is not None
+    )
+    return Dataset(SFT.data.dataset, data.dataset, rows)
+
+
+def _first_held_out(config: SftConfig) -> "Dataset":
+    from molt.cli.check import Dataset, first_rows
+    from molt.rules_sft import SFT
+
+    paths = config.eval.dataset or ""
+    rows = first_rows(paths, "eval.dataset", config.eval.split)
+    return Dataset(SFT.eval.dataset, paths, rows)
+
+
+def _columns(config: SftConfig) -> "list[Column]":
+    from molt.cli.check import Column
+    from molt.rules_sft import SFT
+
+    columns = [Column(SFT.data.input_key, config.data.input_key)]
+    if config.data.output_key is not None:
+        columns.append(Column(SFT.data.output_key, config.data.output_key))
+    if config.data.tools_key is not None:
+        columns.append(Column(SFT.data.tools_key, config.data.tools_key, everywhere=False))
+    return columns
+
+
+def _check_conversations(
+    found: "Findings", config: SftConfig, dataset: "Dataset", tokenizer: "PreTrainedTokenizerBase"
+) -> None:
+    """Add which of the first rows can be trained on, and how many steps there will be."""
+    from molt.cli.check import LOOK_ROWS, StepPlan, add_rows, add_steps, first_rows, is_cut
+    from molt.data.conversations import build_conversations
+    from molt.rules_sft import SFT
+
+    data = config.data
+    most = max(1, LOOK_ROWS // len(dataset.rows.sizes))
+    rows = first_rows(data.dataset, "data.dataset", data.dataset_split, len(dataset.rows), mixed=True, most=most)
+    _, report = build_conversations(rows, data, tokenizer)
+    add_rows(found, "conversations", report)
+    if data.dataset_probs is None:  # a mixture draws its share of each dataset
+        epochs = config.train.max_epochs
+        batch_size = config.train.batch_size
+        plan = StepPlan(
+            rows=len(dataset.rows),
+            rows_are_cut=is_cut(dataset.rows, data.max_samples),
+            passes=epochs,
+            batch_size=batch_size,
+            steps=math.ceil(len(dataset.rows) / batch_size) * epochs,
+            max_steps=config.train.max_steps,
+        )
+        add_steps(found, plan, SFT.train.batch_size)
 
 
 def main(argv: list[str] | None = None) -> None:
     """Check, then train. Raises a MoltError when something is wrong."""
-    config = parse(SftConfig, sys.argv[1:] if argv is None else argv, prog="molt sft")
+    if argv is None:
+        argv = sys.argv[1:]
+    config = parse(SftConfig, argv, prog="molt sft")
     if int(os.environ.get("RANK", 0)) == 0:  # torchrun's protocol
+        from molt.cli.check import check_or_raise, show
+
         show(check_or_raise(config, static_checks))
     from molt.train.sft import run_sft
 

@@ -94,7 +94,7 @@ def test_k1_in_the_loss_would_do_nothing():
 def test_k1_in_the_loss_is_refused():
     def complaints(estimator: str) -> list[str]:
         flags = f"{GOOD} --algo.kl.init_coef 0.1 --algo.kl.use_loss --algo.kl.estimator {estimator}"
-        return rules.broken(rules.RULES, parse(RLConfig, flags.split(), prog="molt"))
+        return rules.errors("rl", parse(RLConfig, flags.split(), prog="molt"))
 
     assert any("`algo.kl.estimator` (=k1)" in text for text in complaints("k1"))
     assert complaints("k2") == complaints("k3") == []

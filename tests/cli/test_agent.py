@@ -33,7 +33,7 @@ def test_an_env_is_one_stream(model, capsys):
 
 
 def test_a_chat_agent_shows_its_tree(model, capsys):
-    out = shown(capsys, model, "chat_minimal.py", "--label", '"hi"', "--answer", "hi")
+    out = shown(capsys, model, "chat_minimal.py", "--label", "hi", "--answer", "hi")
     assert "1 calls, 1 samples, 3 trained tokens" in out and "Scored: reward 1, score 1" in out
     assert "'hi<|im_end|>'" in out
 
@@ -56,6 +56,85 @@ def test_what_cannot_be(model, capsys, tmp_path):
     assert "a ChatAgent talks in messages" in capsys.readouterr().err
     assert main(["agent", "check", str(tmp_path / "none.py"), "--model", model]) == 1
     assert "is not a file" in capsys.readouterr().err
+
+
+LABEL_TYPE = """
+from molt.agents import Env, Result, StepEnvRunner
+
+
+class Shows(Env):
+    async def step(self, state):
+        return Result(1.0, info={f"label_is_{type(state['label']).__name__}": 1})
+
+
+class AgentRunner(StepEnvRunner):
+    def __init__(self):
+        super().__init__(Shows)
+"""
+
+
+def test_a_label_is_text_unless_json_is_asked_for(model, capsys, tmp_path):
+    (tmp_path / "agent.py").write_text(LABEL_TYPE)
+    out = shown(capsys, model, tmp_path / "agent.py", "--label", "11249")
+    assert "label: '11249'" in out and "label_is_str 1" in out
+    out = shown(capsys, model, tmp_path / "agent.py", "--label_json", "11249")
+    assert "label: 11249" in out and "label_is_int 1" in out
+    assert main(["agent", "check", str(tmp_path / "agent.py"), "--model", model, "--label_json", "{"]) == 2
+    assert "--label_json (={) is not JSON" in capsys.readouterr().err
+
+
+def test_a_row_of_a_dataset_is_read_with_the_keys_of_the_run(model, capsys, tmp_path):
+    rows = [{"question": "1 + 1?", "answer": "2"}, {"question": "3 + 4?", "answer": "7"}]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = ("--data", str(data), "--data.input_key", "question", "--data.label_key", "answer")
+    out = shown(capsys, model, "chat_minimal.py", *keys, "--row", "1", "--answer", "7")
+    assert out.startswith("prompt: 3 + 4?\nlabel: '7'\n") and "Scored: reward 1" in out
+    command = ["agent", "check", str(AGENTS / "chat_minimal.py"), "--model", model, *keys]
+    assert main([*command, "--row", "2"]) == 2
+    assert "--row (=2)" in capsys.readouterr().err
+    assert main([*command, "--label", "7"]) == 2
+    assert "the label is that of the row" in capsys.readouterr().err
+    assert main([*command[:-2], "--data.label_key", "answre"]) == 1
+    assert "`data.label_key` (=answre)" in capsys.readouterr().err
+
+
+RAISES = """
+import json
+from molt.agents import Env, Result, StepEnvRunner
+
+
+class Raises(Env):
+    async def step(self, state):
+        return Result(json.loads("no json"))
+
+
+class AgentRunner(StepEnvRunner):
+    def __init__(self):
+        super().__init__(Raises)
+"""
+
+
+def test_what_an_agent_raises_is_one_line_with_the_line_of_the_user(model, capsys, tmp_path):
+    agent = tmp_path / "raises.py"
+    agent.write_text(RAISES)
+    assert main(["agent", "check", str(agent), "--model", model]) == 1
+    output = capsys.readouterr()
+    assert output.out.splitlines()[:2] == ["prompt: Say hello.", "label: None"]
+    (line,) = output.err.splitlines()
+    assert line.startswith(f"error: {agent} raised JSONDecodeError: Expecting value")
+    assert f"at {agent}:8." in line, "the user's line, not one of the json module"
+
+
+def test_an_episode_without_an_end_names_the_deadline(model, capsys, tmp_path):
+    agent = tmp_path / "sleeps.py"
+    agent.write_text(
+        RAISES.replace("import json", "import asyncio").replace(
+            'return Result(json.loads("no json"))', "await asyncio.sleep(60)"
+        )
+    )
+    assert main(["agent", "check", str(agent), "--model", model, "--timeout_s", "0.2"]) == 1
+    assert "did not end within --timeout_s (=0.2)" in capsys.readouterr().err
 
 
 SHOWS = """

@@ -23,7 +23,10 @@ RL = (
     "--rollout.batch_size 8 --rollout.n_samples_per_prompt 4 --vllm.num_engines 1"
 )
 ALGORITHMS = Path(__file__).resolve().parents[2] / "examples" / "python" / "algorithms"
-SFT = "--model.model_name_or_path model --data.dataset prompts.jsonl --data.output_key label --data.max_len 64"
+SFT = (
+    "--model.model_name_or_path model --data.dataset prompts.jsonl --data.output_key label --data.max_len 64 "
+    "--train.batch_size 8 --train.micro_batch_size 8"
+)
 
 
 def _check(capsys, extra: str = "", kind: str = "rl") -> tuple[int, list[str]]:
@@ -34,7 +37,7 @@ def _check(capsys, extra: str = "", kind: str = "rl") -> tuple[int, list[str]]:
     return code, output.out.splitlines()
 
 
-@pytest.mark.parametrize(("kind", "lines"), [("rl", 5), ("sft", 3)])
+@pytest.mark.parametrize(("kind", "lines"), [("rl", 6), ("sft", 4)])
 def test_good_settings(kind, lines, run, capsys):
     code, shown = _check(capsys, kind=kind)
     assert code == 0
@@ -45,7 +48,7 @@ def test_good_settings(kind, lines, run, capsys):
 
 def test_check_means_check_rl(run, capsys):
     assert main(["check", *RL.split()]) == 0
-    assert "agent.py can be run" in capsys.readouterr().out
+    assert "agent.py imports" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("flag", ["data.prompt_dataset", "eval.dataset"])
@@ -222,9 +225,11 @@ def test_everything_wrong_is_said_at_once_and_raised_as_one(run, capsys):
     code, lines = _check(capsys, "--data.input_key inputs --train.agent_path agnt.py --train.batch_size 12")
     assert code == 1 and sum(line.startswith("error") for line in lines) == 3
     with pytest.raises(MoltError) as refused:
-        check.check_or_raise(parse(RLConfig, [*RL.split(), "--data.input_key", "inputs"], prog="x"))
+        check.check_or_raise(
+            parse(RLConfig, [*RL.split(), "--data.input_key", "inputs"], prog="x"), check.static_checks
+        )
     assert "Did you mean 'input'?" in str(refused.value)
-    found = check.check_or_raise(parse(RLConfig, RL.split(), prog="x"))
+    found = check.check_or_raise(parse(RLConfig, RL.split(), prog="x"), check.static_checks)
     assert isinstance(found, list) and not found.errors
 
 
@@ -251,7 +256,7 @@ def test_an_output_dir_that_cannot_be_written():
 
 RUN_AND_LOOK = """
 import atexit, runpy, sys
-atexit.register(lambda: print([name for name in ("vllm", "ray", "nemo_automodel") if name in sys.modules]))
+atexit.register(lambda: print([name for name in ("vllm", "ray", "nemo_automodel", "datasets", "tensorboard") if name in sys.modules]))
 del sys.argv[0]
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
@@ -302,3 +307,47 @@ def test_a_chat_agent_talks_in_messages(run, capsys):
     assert code == 0 and any("chat: rendered and parsed as the template says" in line for line in lines)
     code, lines = _check(capsys, "--data.no_apply_chat_template")
     assert code == 1 and any("a ChatAgent talks in messages" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("flags", "steps"),
+    [
+        ("", "20 rows / 8 = 3 steps"),
+        ("--train.num_episodes 2", "20 rows x 2 passes / 8 = 5 steps"),
+        ("--train.max_steps 2", "20 rows / 8 = 3 steps, ended by `train.max_steps` (=2)"),
+        ("--train.max_steps 3", "20 rows / 8 = 3 steps"),
+    ],
+)
+def test_rows_are_steps(flags, steps, run, capsys):
+    code, lines = _check(capsys, flags)
+    assert code == 0 and f"ok       steps: {steps}" in lines
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "setting"),
+    [("rl", "--rollout.batch_size 32", "rollout.batch_size"), ("sft", "--train.batch_size 32", "train.batch_size")],
+)
+def test_rows_that_do_not_fill_a_batch_are_a_warning(kind, flags, setting, run, capsys):
+    code, lines = _check(capsys, flags, kind)
+    (warning,) = [line for line in lines if "do not fill one batch" in line]
+    assert code == 0 and warning.startswith(f"warning  `{setting}` (=32): the dataset has 20 rows")
+    assert f"Use --{setting} 20 or less" in warning
+
+
+@pytest.mark.parametrize("kind", ["rl", "sft"])
+def test_a_wrong_column_is_reported_once_and_names_the_datasets(kind, run, capsys):
+    write_rows(run / "eval.jsonl", range(20, 30))
+    code, lines = _check(capsys, "--eval.dataset eval.jsonl --data.input_key inptu", kind)
+    (error,) = [line for line in lines if line.startswith("error")]
+    flag = "data.prompt_dataset" if kind == "rl" else "data.dataset"
+    assert code == 1
+    assert f"(=inptu): `{flag}` (=prompts.jsonl) and `eval.dataset` (=eval.jsonl) have no such column" in error
+    assert "Did you mean 'input'?" in error
+    assert not [line for line in lines if "trained on too" in line]
+
+
+def test_a_column_that_one_dataset_lacks_names_it(run, capsys):
+    (run / "eval.jsonl").write_text(json.dumps({"input": "reverse 1"}) + "\n")
+    code, lines = _check(capsys, "--eval.dataset eval.jsonl")
+    (error,) = [line for line in lines if line.startswith("error")]
+    assert code == 1 and "`data.label_key` (=label): `eval.dataset` (=eval.jsonl) has no such column" in error

@@ -77,10 +77,52 @@ def test_a_switch_named_no_has_no_second_no(capsys):
     assert parse(RLConfig, ["--algo.advantage.no_whiten"], prog="molt rl").algo.advantage.no_whiten
 
 
+HEAVY = ("torch", "numpy", "transformers", "ray", "vllm", "datasets")
+HELP_OF = """
+import sys
+from molt.cli.main import main
+try:
+    main(sys.argv[1:])
+except SystemExit:
+    pass
+print([name for name in {heavy} if name in sys.modules])
+"""
+
+
+@pytest.mark.parametrize(
+    ("argv", "heading"),
+    [
+        (["rl"], "usage: molt rl"),
+        (["sft"], "usage: molt sft"),
+        (["eval"], "usage: molt eval"),
+        (["check"], "usage: molt check [rl|sft|eval]"),
+        (["check", "rl"], "usage: molt check rl"),
+        (["check", "sft"], "usage: molt check sft"),
+        (["check", "eval"], "usage: molt check eval"),
+        (["agent"], "usage: molt agent"),
+        (["agent", "check"], "usage: molt agent check"),
+        (["report"], "usage: molt report"),
+        (["demo"], "usage: molt demo"),
+    ],
+    ids=" ".join,
+)
+def test_each_command_has_its_help_and_imports_nothing_heavy_for_it(argv, heading):
+    command = [sys.executable, "-c", HELP_OF.format(heavy=HEAVY), *argv, "--help"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith(heading), done.stdout + done.stderr
+    assert lines[-1] == "[]", "heavy imports"
+    about = f"`{' '.join(['molt', *argv])}`: "
+    if argv[-1] in ("rl", "sft", "eval"):
+        assert about in done.stdout
+
+
 def test_report_of_nothing(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 2
     assert f"RUN (={tmp_path})" in capsys.readouterr().err
-    assert main(["report"]) == 2
+    with pytest.raises(SystemExit) as stop:
+        main(["report"])
+    assert stop.value.code == 2 and "required: RUN" in capsys.readouterr().err
 
 
 def test_sft_refuses_before_anything_is_written(run, capsys):

@@ -98,7 +98,13 @@ WRONG = [
     ("sft", "--data.output_key lable", "`data.output_key` (=lable)", "no row could be used", "Did you mean 'label'?"),
     ("rl", "--data.max_len 8", "not shorter than `data.max_len` (=8)", "no prompt is left", "raise it"),
     ("eval", "--eval.dataset nowhere.jsonl", "`eval.dataset` (=nowhere.jsonl)", "nothing to load", "Give the path"),
-    ("eval", "--eval.dataset ''", "`eval.dataset` is not set", "nothing to evaluate it on", "Pass --eval.dataset"),
+    (
+        "eval",
+        "--eval.dataset ''",
+        "`eval.dataset` is not set",
+        "nothing to evaluate the model on",
+        "Pass --eval.dataset",
+    ),
     # the agent
     ("rl", "--train.agent_path agnt.py", "(=agnt.py)", "nothing to run", "Did you mean 'agent.py'?"),
     ("rl", "--train.agent_path no_runner.py", "no_runner.py", "no `AgentRunner`", "class AgentRunner(StepEnvRunner)"),
@@ -174,7 +180,7 @@ WRONG = [
         "rl",
         "--algo.advantage.is_correction_gating tv",
         "`algo.advantage.is_correction_gating` (=tv)",
-        "just those tokens would drop out",
+        "just those tokens would be dropped",
         "Use --algo.advantage.is_correction_threshold 0 0.05",
     ),
     (

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from molt.agents.load import load_runner
 from molt.cli.args import parse
 from molt.config import RLConfig
-from molt.rules import RULES, broken
+from molt.rules import errors
 from molt.types import Scored
 from tests.examples.scripted import play
 from tests.tiny import bpe_tokenizer
@@ -213,7 +213,7 @@ def test_the_recipe_is_a_valid_run_whose_metric_is_one_strict_sample_at_temperat
     line = done.stdout.splitlines()[-1]
     assert line.startswith("-m molt rl ")
     config = parse(RLConfig, line.split()[3:], prog="molt rl")
-    assert broken(RULES, config) == []
+    assert errors("rl", config) == []
     assert config.train.max_steps == 3, "flags after the folder override the recipe's"
     assert Path(config.train.agent_path) == FOLDER.relative_to(FOLDER.parents[1]) / "agent.py"
     assert config.eval.eval_at_start and config.eval.n_samples_per_prompt == 1

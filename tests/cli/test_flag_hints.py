@@ -1,0 +1,54 @@
+"""Which flag an unknown one points to: by other frameworks' words, by letters where they are near, else none."""
+
+import pytest
+
+from molt.cli.args import flags
+from molt.cli.flag_hints import ALIASES, flag_hint
+from molt.config import RLConfig
+from molt.config_sft import SftConfig
+
+RL = flags(RLConfig)
+SFT = flags(SftConfig)
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "meant"),
+    [
+        ("learning_rate", RL, "actor.adam.lr"),
+        ("actor.learning_rate", RL, "actor.adam.lr"),
+        ("critic.learning_rate", RL, "critic.adam.lr"),
+        ("lr", RL, "actor.adam.lr"),
+        ("learning_rate", SFT, "adam.lr"),
+        ("num_generations", RL, "rollout.n_samples_per_prompt"),
+        ("rollout.n", RL, "rollout.n_samples_per_prompt"),
+        ("kl_coef", RL, "algo.kl.init_coef"),
+        ("algo.kl.coef", RL, "algo.kl.init_coef"),
+        ("beta", RL, "algo.kl.init_coef"),
+        ("per_device_train_batch_size", RL, "train.micro_batch_size"),
+        ("per_device_train_batch_size", SFT, "train.micro_batch_size"),
+        ("max_completion_length", RL, "rollout.max_new_tokens"),
+        ("data.train_batch_size", RL, "rollout.batch_size"),
+        ("train_batch_size", SFT, "train.batch_size"),
+        ("data.train_files", RL, "data.prompt_dataset"),
+        ("num_train_epochs", RL, "train.num_episodes"),
+        ("num_train_epochs", SFT, "train.max_epochs"),
+        ("ckpt.save_stesp", RL, "ckpt.save_steps"),
+    ],
+)
+def test_a_word_of_another_framework_points_to_ours(name, known, meant):
+    assert flag_hint(name, known) == f" Did you mean '--{meant}'?"
+
+
+@pytest.mark.parametrize("name", ["train.routing_replay", "actor.muon.momentum", "rollout.sampler_kind", "xyz"])
+def test_a_far_flag_is_no_hint(name):
+    assert flag_hint(name, RL) == ""
+
+
+@pytest.mark.parametrize("name", ["actor.lora.rank", "actor.lora_dim", "lora_r"])
+def test_what_is_not_built_is_said(name):
+    assert flag_hint(name, RL) == " molt has no LoRA yet."
+
+
+def test_every_alias_leads_to_a_flag():
+    for word, targets in ALIASES.items():
+        assert set(targets) <= RL.keys() | SFT.keys(), word
