@@ -140,6 +140,17 @@ def test_import_graph_follows_functions_and_strings_but_not_type_checking(tmp_pa
     assert modules.rl_path(found, "molt.a") == {"molt.a", "molt.b", "molt.c", "molt.e"}
 
 
+def test_there_are_no_circles_between_files():
+    found = [" -> ".join(circle) for circle in modules.circles(modules.import_graph(MODULES))]
+    assert not found, f"imports form circles: {found}. Move what both need into a file below them."
+
+
+def test_there_are_no_circles_between_parts():
+    parts = modules.part_graph(modules.import_graph(MODULES))
+    found = [" -> ".join(circle) for circle in modules.circles(parts)]
+    assert not found, f"imports form circles between parts: {found}. Move what both need into a part below them."
+
+
 def package(root: Path, files: dict[str, str]) -> dict[str, Path]:
     """The modules of a package molt with these files."""
     for name, text in files.items():
