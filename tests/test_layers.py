@@ -145,3 +145,73 @@ def test_import_graph_follows_functions_and_strings_but_not_type_checking(tmp_pa
         (package / name).write_text(text)
     found = modules.package_modules(tmp_path)
     assert modules.rl_path(found, "molt.a") == {"molt.a", "molt.b", "molt.c", "molt.e"}
+
+
+def test_there_are_no_circles_between_files():
+    found = [" -> ".join(circle) for circle in modules.circles(modules.import_graph(MODULES))]
+    assert not found, f"imports form circles: {found}. Move what both need into a file below them."
+
+
+def test_there_are_no_circles_between_parts():
+    parts = modules.part_graph(modules.import_graph(MODULES))
+    found = [" -> ".join(circle) for circle in modules.circles(parts)]
+    assert not found, f"imports form circles between parts: {found}. Move what both need into a part below them."
+
+
+def package(root: Path, files: dict[str, str]) -> dict[str, Path]:
+    """The modules of a package molt with these files."""
+    for name, text in files.items():
+        path = root / "molt" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return modules.package_modules(root)
+
+
+CIRCLES = {
+    "files": (
+        {"a/x.py": "from molt.a.y import f\n", "a/y.py": "import molt.a.x\n"},
+        [["molt.a.x", "molt.a.y", "molt.a.x"]],
+        [],
+    ),
+    "in a function": (
+        {"x.py": "import molt.y\n", "y.py": "def f():\n    from molt import x\n"},
+        [["molt.x", "molt.y", "molt.x"]],
+        [["x", "y", "x"]],
+    ),
+    "for types alone": (
+        {"x.py": "if TYPE_CHECKING:\n    from molt.y import C\n", "y.py": "from . import x\n"},
+        [["molt.x", "molt.y", "molt.x"]],
+        [["x", "y", "x"]],
+    ),
+    "of several files": (
+        {"a/x.py": "import molt.a.y\n", "a/y.py": "import molt.a.z, molt.a.v", "a/z.py": "import molt.a.x\n",
+         "a/v.py": "import molt.a.w\n", "a/w.py": "import molt.a.x\n"},
+        [["molt.a.v", "molt.a.w", "molt.a.x", "molt.a.y", "molt.a.v"]],
+        [],
+    ),
+    "parts whose files have none": (
+        {"a/x.py": "import molt.b.x\n", "a/y.py": "", "b/x.py": "", "b/y.py": "from molt.a.y import f\n"},
+        [],
+        [["a", "b", "a"]],
+    ),
+    "a package that collects its files": (
+        {"a/__init__.py": "from molt.a import x, y\n", "a/x.py": "from molt.a.y import f\n", "a/y.py": "",
+         "b.py": "from molt.a import x\n"},
+        [],
+        [],
+    ),
+    "a file that imports its package back": (
+        {"a/__init__.py": "from molt.a import x, y\n", "a/x.py": "from molt.a import y\n", "a/y.py": ""},
+        [["molt.a", "molt.a.x", "molt.a"]],
+        [],
+    ),
+    "the front door": ({"__init__.py": "from molt.x import f\n", "x.py": "from molt import VERSION\n"}, [], []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CIRCLES)
+def test_circles_are_found(tmp_path, name):
+    files, between_files, between_parts = CIRCLES[name]
+    graph = modules.import_graph(package(tmp_path, files))
+    assert modules.circles(graph) == between_files
+    assert modules.circles(modules.part_graph(graph)) == between_parts

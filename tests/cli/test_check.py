@@ -256,7 +256,8 @@ def test_an_output_dir_that_cannot_be_written():
 
 RUN_AND_LOOK = """
 import atexit, runpy, sys
-atexit.register(lambda: print([name for name in ("vllm", "ray", "nemo_automodel", "datasets", "tensorboard") if name in sys.modules]))
+slow = ("vllm", "ray", "nemo_automodel", "datasets", "tensorboard")
+atexit.register(lambda: print([name for name in slow if name in sys.modules]))
 del sys.argv[0]
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
