@@ -20,7 +20,8 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
 @contextmanager
 def timed_callbacks() -> Iterator[list[float]]:
     """Fills the list with the milliseconds of CPU that each callback of the event loop takes of its thread."""
-    run, spent = Handle._run, []
+    run = Handle._run
+    spent = []
 
     def timed(handle: Handle) -> None:
         began = time.thread_time()

@@ -10,7 +10,9 @@ from typing import Any
 
 from molt.agents import Env, Result, StepEnvRunner
 
-DIGITS, NAME, NOTHING = 5, "look_up", "?"
+DIGITS = 5
+NAME = "look_up"
+NOTHING = "?"
 TOOL = {
     "type": "function",
     "function": {
@@ -19,7 +21,8 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]},
     },
 }
-OPEN, CLOSE = f'<tool_call>{{"name": "{NAME}", "arguments": {{"key": "', '"}}</tool_call>'
+OPEN = f'<tool_call>{{"name": "{NAME}", "arguments": {{"key": "'
+CLOSE = '"}}</tool_call>'
 """What surrounds the number of a call, in the format of Hermes and Qwen."""
 
 

@@ -27,9 +27,13 @@ from _common import spread
 from molt.cli.demo import HELD_OUT, RL_ROWS, SFT_ROWS, build_data, build_model, rl_defaults, sft_flags, start_afresh
 from molt.report.sinks import read_jsonl
 
-SEED, ASKED, RATIO, TIMEOUT_S = 42, 0.25, 1e-4, 600
+SEED = 42
+ASKED = 0.25
+RATIO = 1e-4
+TIMEOUT_S = 600
 CHAT_MINIMAL = Path(__file__).resolve().parent.parent / "examples" / "python" / "agents" / "chat_minimal.py"
-SLIPS, UNCLOSED = 0.06, 0.1
+SLIPS = 0.06
+UNCLOSED = 0.1
 TEMPLATE = (
     "{%- for message in messages %}{{- '<|' + message.role + '|>' + message.content }}"
     "{%- for call in message.tool_calls or [] %}{{- '<tool_call>' + (call.function | tojson) + '</tool_call>' }}"
@@ -57,7 +61,9 @@ def prepare_chat(folder: Path) -> None:
 
 def prepare_tool(folder: Path) -> None:
     every = _lookup.rows(HELD_OUT + SFT_ROWS + RL_ROWS, SEED)
-    held_out, taught, rest = every[:HELD_OUT], every[HELD_OUT : HELD_OUT + SFT_ROWS], every[HELD_OUT + SFT_ROWS :]
+    held_out = every[:HELD_OUT]
+    taught = every[HELD_OUT : HELD_OUT + SFT_ROWS]
+    rest = every[HELD_OUT + SFT_ROWS :]
     taught = [row | {"label": _lookup.lesson(row, SEED, SLIPS, UNCLOSED)} for row in taught]
     (folder / "data").mkdir()
     for name, rows in (("held_out", held_out), ("sft", taught), ("rl", rest)):

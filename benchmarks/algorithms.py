@@ -36,9 +36,14 @@ from molt.report.sinks import read_jsonl
 from molt.rollout.engine_worker import VllmEngine
 from molt.spec import resolve
 
-SEED, ASKED, CONTROL, EXPLAINED, STUDENT = 42, 0.2, 0.05, 0.3, 0.9
+SEED = 42
+ASKED = 0.2
+CONTROL = 0.05
+EXPLAINED = 0.3
+STUDENT = 0.9
 ZERO = "def zero(rewards, groups, ctx):\n    return 0 * rewards\n"
-ESTIMATOR, LOSS = "--algo.advantage.estimator", "--actor.loss_mode"
+ESTIMATOR = "--algo.advantage.estimator"
+LOSS = "--actor.loss_mode"
 TWO_STEPS = ["--train.batch_size", "64"]
 WIDE = ["--rollout.batch_size", "32"]
 LONG = [*WIDE, "--train.max_steps", "200"]
@@ -129,7 +134,8 @@ def row(name: str, folder: Path, seconds: float) -> dict:
     losses = [line["train/value_loss"] for line in read_jsonl(path) if "train/value_loss" in line]
     critic = {}
     if explained:
-        tail, ten = explained[len(explained) // 2 :], max(1, len(losses) // 12)
+        tail = explained[len(explained) // 2 :]
+        ten = max(1, len(losses) // 12)
         critic = {"explained": sum(tail) / len(tail), "best_explained": max(explained)}
         critic |= {"value_loss": [sum(part) / ten for part in (losses[:ten], losses[-ten:])]}
     return {"name": name, "before": before, "after": after, "seconds": seconds} | critic
@@ -167,9 +173,11 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(RUNS), help="comma list of runs")
     parser.add_argument("--steps", type=int, default=120)
     arguments = parser.parse_args()
-    folder, names = arguments.output_dir.resolve(), arguments.only.split(",")
+    folder = arguments.output_dir.resolve()
+    names = arguments.only.split(",")
     prepare(folder)
-    engine, rows = TheEngine(), []
+    engine = TheEngine()
+    rows = []
     cluster.start_ray(parse(RLConfig, flags(folder, names[0], 1), prog="algorithms"))
     try:
         for name in names:

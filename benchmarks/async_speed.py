@@ -35,9 +35,15 @@ from molt.report.sinks import read_jsonl
 from molt.spec import resolve
 from tests.tiny import char_tokenizer, save_tiny, tiny_qwen3
 
-SIGMA, LONGEST, HELD_OUT = 1.0, 200, 64
-FEWEST_TURNS, MOST_TURNS, TURN_TOKENS, FEWER = 32, 96, 4, 4
-ASKED, PASS_AT_1 = 0.65, 0.05
+SIGMA = 1.0
+LONGEST = 200
+HELD_OUT = 64
+FEWEST_TURNS = 32
+MOST_TURNS = 96
+TURN_TOKENS = 4
+FEWER = 4
+ASKED = 0.65
+PASS_AT_1 = 0.05
 MODES = {
     "synchronous": ["--train.async_queue_size", "0"],
     "asynchronous": [
@@ -85,7 +91,8 @@ def write_prompts(path: Path, count: int, options: argparse.Namespace, seed: int
 
 
 def settings(folder: Path, options: argparse.Namespace, mode: str, seed: int) -> RLConfig:
-    batch, held_out = PROMPTS, HELD_OUT
+    batch = PROMPTS
+    held_out = HELD_OUT
     if options.turns:  # each turn is a call
         batch, held_out = batch // FEWER, held_out // FEWER
     values = {
@@ -137,7 +144,8 @@ def main() -> None:
     threading.Thread(target=pin_forever, daemon=True).start()
     found: dict[str, list[tuple[float, float, float]]] = {mode: [] for mode in MODES}
     with tempfile.TemporaryDirectory() as name:
-        folder, hidden = Path(name), options.hidden
+        folder = Path(name)
+        hidden = options.hidden
         model = tiny_qwen3(vocab_size=len(WORDS) + 3, layers=4, hidden=hidden, heads=hidden // 32, kv_heads=2)
         save_tiny(folder / "model", model, char_tokenizer(alphabet=WORDS))
         (folder / "agent.py").write_text(AGENT)
@@ -154,7 +162,8 @@ def main() -> None:
     ratios = [fast[0] / slow[0] for fast, slow in pairs]
     gap = statistics.mean(fast[1] - slow[1] for fast, slow in pairs)
     print(f"ratio {spread(ratios)}; mean pass@1 differs by {gap:+.3f}")
-    ratio, missed = statistics.mean(ratios), []
+    ratio = statistics.mean(ratios)
+    missed = []
     slower, faster = sorted(map(statistics.median, (generation, training)), reverse=True)
     if slower > 1.3 * faster:
         missed.append("generation and training alone should be within 30 % of each other")

@@ -38,10 +38,16 @@ from molt.chat.session import Session
 from molt.types import Turn
 from tests.tiny import QWEN3, bpe_tokenizer
 
-SHORT, LONG, MANY = 32, 128, 8
+SHORT = 32
+LONG = 128
+MANY = 8
 """Turns of one session, of the one that shows growth, of each of many."""
-ENGINE_S, BUSY_ENGINE_S, MAX_LEN = 0.005, 1.0, 1 << 20
-MAX_ADDED_MS, MAX_GROWTH, MAX_CALLBACK_MS = 3.0, 1.25, 50.0
+ENGINE_S = 0.005
+BUSY_ENGINE_S = 1.0
+MAX_LEN = 1 << 20
+MAX_ADDED_MS = 3.0
+MAX_GROWTH = 1.25
+MAX_CALLBACK_MS = 50.0
 
 ARGUMENTS = {"path": "src/module.py", "pattern": "def the_quick_brown_fox", "flags": "word, ignore case"}
 SAID = f"I look it up.\n<tool_call>\n{json.dumps({'name': 'search', 'arguments': ARGUMENTS})}\n</tool_call>"
@@ -58,9 +64,11 @@ class SimulatedEngine:
     """`call_model`: the same turn after `seconds`. Keeps the prompt it was last given."""
 
     def __init__(self, renderer: ChatRenderer, seconds: float):
-        self.seconds, self.prompt_ids = seconds, [0]
+        self.seconds = seconds
+        self.prompt_ids = [0]
         self.ids = np.asarray([*renderer.tokenizer.encode(SAID), renderer.eos_ids[0]], np.int32)
-        self.logprobs, self.versions = np.full(len(self.ids), -0.5, np.float32), np.zeros(len(self.ids), np.int32)
+        self.logprobs = np.full(len(self.ids), -0.5, np.float32)
+        self.versions = np.zeros(len(self.ids), np.int32)
 
     async def __call__(self, prompt_ids: list[int], max_tokens: int) -> Turn:
         self.prompt_ids = prompt_ids
@@ -122,7 +130,8 @@ class Stock:
 
 async def converse(server: ChatServer, session: Session, client: Plain | Stock, turns: int) -> AsyncIterator[float]:
     """Plays the conversation; yields the seconds of each turn."""
-    url, messages = server.open(session), list(OPENING)
+    url = server.open(session)
+    messages = list(OPENING)
     await client.connect(url)
     for _ in range(turns):
         said, seconds = await client.ask(messages)
@@ -137,7 +146,8 @@ async def one_session(
     renderer: ChatRenderer, make: type[Plain | Stock], turns: int, repeats: int, clock: Callable[[], float]
 ) -> np.ndarray:
     """`[repeats, turns]`, milliseconds of `clock` added to each turn. A session before them warms up."""
-    engine, added = SimulatedEngine(renderer, ENGINE_S), []
+    engine = SimulatedEngine(renderer, ENGINE_S)
+    added = []
 
     async def direct() -> float:
         began = clock()
@@ -146,7 +156,8 @@ async def one_session(
 
     async with ChatServer() as server:
         for _ in range(repeats + 1):
-            alone, spent = await direct(), []
+            alone = await direct()
+            spent = []
             async for seconds in converse(server, Session(renderer, engine, max_len=MAX_LEN), make(clock), turns):
                 spent.append(seconds - alone)
                 alone = await direct()
@@ -171,13 +182,16 @@ async def many_sessions(renderer: ChatRenderer, make: type[Plain | Stock], count
 
 
 def show_one(name: str, added: np.ndarray) -> None:
-    early, late = spread(added[:, :8].ravel()), spread(added[:, -8:].ravel())
+    early = spread(added[:, :8].ravel())
+    late = spread(added[:, -8:].ravel())
     print(f"  {name:12} {spread(added.ravel())}; turns 1 to 8 {early}, {SHORT - 7} to {SHORT} {late}")
 
 
 def show_growth(added: np.ndarray) -> None:
-    turns, medians = np.arange(LONG), np.median(added, axis=0)
-    half, last = LONG // 2, slice(-LONG // 4, None)
+    turns = np.arange(LONG)
+    medians = np.median(added, axis=0)
+    half = LONG // 2
+    last = slice(-LONG // 4, None)
     slope, start = np.polyfit(turns[:half], medians[:half], 1)
     ratio = float(medians[last].mean() / (start + slope * turns[last]).mean())
     quarters = ", ".join(f"{quarter.mean():.2f}" for quarter in np.split(medians, 4))
@@ -186,7 +200,8 @@ def show_growth(added: np.ndarray) -> None:
 
 
 def show_many(name: str, callbacks: list[float], cpu: float, turns: int) -> None:
-    longest, rare = max(callbacks), np.quantile(callbacks, 0.999)
+    longest = max(callbacks)
+    rare = np.quantile(callbacks, 0.999)
     print(
         f"  {name:12} longest callback {longest:.1f} ms{' (too long)' * (longest > MAX_CALLBACK_MS)}, 99.9 % below "
         f"{rare:.1f}; CPU per turn {cpu / turns:.2f} ms, of which the event loop {sum(callbacks) / turns:.2f}"

@@ -19,7 +19,10 @@ import tempfile
 import time
 from pathlib import Path
 
-TOKENS, HIDDEN, WORDS = 2_048, 576, 32_000  # SmolLM2-135M's width
+# SmolLM2-135M's width
+TOKENS = 2_048
+HIDDEN = 576
+WORDS = 32_000
 BOUND = 1e-5
 
 
@@ -52,10 +55,12 @@ def measure(name: str, gradients: Path) -> dict[str, float]:
     torch.manual_seed(0)
     hidden = torch.randn(1, TOKENS, HIDDEN, requires_grad=True)
     weight = (torch.randn(WORDS, HIDDEN) * HIDDEN**-0.5).requires_grad_()
-    token_ids, upstream = torch.randint(0, WORDS, (1, TOKENS)), torch.randn(1, TOKENS - 1)
+    token_ids = torch.randint(0, WORDS, (1, TOKENS))
+    upstream = torch.randn(1, TOKENS - 1)
     HEADS[name](hidden[:, :8], weight, token_ids[:, :8])[0].sum().backward()  # imports and thread pools
     hidden.grad = weight.grad = None
-    before, started = peak_mib(), time.process_time()
+    before = peak_mib()
+    started = time.process_time()
     (HEADS[name](hidden, weight, token_ids)[0] * upstream).sum().backward()
     measured = {"seconds": time.process_time() - started, "mib": peak_mib() - before}
     torch.save([hidden.grad, weight.grad], gradients)

@@ -43,7 +43,10 @@ from molt.rollout.handles import ignore_event
 from molt.spec import resolve
 from tests.tiny import ALPHABET, char_tokenizer, save_tiny, tiny_qwen3
 
-PROMPTS, SAMPLES, ALONE, WARM_UP = 16, 8, 3, 2
+PROMPTS = 16
+SAMPLES = 8
+ALONE = 3
+WARM_UP = 2
 # Many words, so that an answer seldom ends by chance and all take about the same time.
 WORDS = ALPHABET + "".join(chr(0x4E00 + i) for i in range(1_900))
 CORES = {"PolicyWorker": -1, "RolloutEngineWorker": 0, "RunnerWorker": 0, "EngineCore": 0}
@@ -109,7 +112,8 @@ async def alone(config: RLConfig) -> tuple[list[float], list[float]]:
     async with cluster.started(resolve(config).processes, ignore_event) as processes:
         rows = load_rows(config.data.prompt_dataset, flag="data.prompt_dataset")
         dataset = PromptDataset(rows, config.data)
-        generation, training = [], []
+        generation = []
+        training = []
         for batch in range(ALONE + 1):
             prompts = [replace(dataset.prompt(i), epoch=batch) for i in range(config.rollout.batch_size)]
             began = time.perf_counter()
@@ -117,7 +121,8 @@ async def alone(config: RLConfig) -> tuple[list[float], list[float]]:
                 *(processes.runners.run_group(group_task(prompt, config.rollout)) for prompt in prompts)
             )
             generation.append(time.perf_counter() - began)
-            rollouts, samples = [result.rollouts for result, _ in groups], [reference for _, reference in groups]
+            rollouts = [result.rollouts for result, _ in groups]
+            samples = [reference for _, reference in groups]
             estimator = ADVANTAGES[config.algo.advantage.estimator]
             rewards = shaped_rewards(rollouts, config.reward, config.data.max_len)
             per_group = advantages(rollouts, rewards, estimator)

@@ -44,7 +44,8 @@ from molt.train.policy_worker import RayEngineClient
 from molt.worker_settings import engine_settings, policy_settings
 from tests.tiny import save_tiny, tiny_qwen3
 
-WORDS, TIMEOUT_S = 28_000, 300.0
+WORDS = 28_000
+TIMEOUT_S = 300.0
 PARTS = ("gather", "transfer", "pause", "load", "proof")
 
 
@@ -84,7 +85,8 @@ class Trainer:
     """One policy rank, as a publication sees it."""
 
     def __init__(self, policy: Policy, client: TimedClient):
-        self.policy, self.parts = policy, client.parts
+        self.policy = policy
+        self.parts = client.parts
         self.sender = ShmSender(client, self.tensors, rank=0)
 
     def tensors(self):
@@ -130,7 +132,9 @@ async def measure(config: RLConfig, rounds: int) -> None:
     copies = [torch.empty_like(tensor) for tensor in tensors]
     size = sum(tensor.nbytes for tensor in tensors)
     memcpy(tensors, copies)  # touches every page
-    copied, published, parts = [], [], []
+    copied = []
+    published = []
+    parts = []
     for version in range(rounds + 1):
         trainer.parts.start()
         await publisher.publish(version)

@@ -56,12 +56,20 @@ from molt.spec import resolve_evaluation
 from molt.types import Media, Turn
 from tests.tiny import save_tiny
 
-TURNS, TOKENS, ROWS, SAMPLE_S = 2, 8, 100, 0.2
+TURNS = 2
+TOKENS = 8
+ROWS = 100
+SAMPLE_S = 0.2
 RATE = 150.0
 """Rollouts that end in a second: below what two cores can do."""
-MIN_ROLLOUTS, TIMES, BATCHES = 3_000, 3, 4
+MIN_ROLLOUTS = 3_000
+TIMES = 3
+BATCHES = 4
 """Rollouts of a size: at least, and as a multiple of what runs at once; training batches in what runs at once."""
-MAX_RATIO, MAX_GROWTH, MAX_CALLBACK_MS, MIN_SHARE = 1.3, 1.3, 100.0, 0.9
+MAX_RATIO = 1.3
+MAX_GROWTH = 1.3
+MAX_CALLBACK_MS = 100.0
+MIN_SHARE = 0.9
 
 AGENT = f"""
 from molt.agents import Env, Result, StepEnvRunner
@@ -80,9 +88,12 @@ class SimulatedEngine:
     """As much of the Engine Protocol as rollouts need; one turn is like the other."""
 
     def __init__(self, settings: EngineSettings):
-        self.mean_s, self.waiting, self.most = 0.0, 0, 0
+        self.mean_s = 0.0
+        self.waiting = 0
+        self.most = 0
         self.ids = np.arange(10, 10 + TOKENS, dtype=np.int32)
-        self.logprobs, self.versions = np.full(TOKENS, -0.5, np.float32), np.zeros(TOKENS, np.int32)
+        self.logprobs = np.full(TOKENS, -0.5, np.float32)
+        self.versions = np.zeros(TOKENS, np.int32)
 
     async def start(self) -> None: ...
 
@@ -143,7 +154,8 @@ def cpu_s() -> dict[str, float]:
     """Seconds of CPU so far, by process."""
     spent = {"driver": time.process_time(), "loop": time.thread_time(), "runner": 0.0, "engine": 0.0, "Ray": 0.0}
     for process in psutil.Process().children(recursive=True):
-        title, times = " ".join(process.cmdline()), process.cpu_times()
+        title = " ".join(process.cmdline())
+        times = process.cpu_times()
         name = "runner" if "RunnerWorker" in title else "engine" if SimulatedEngine.__name__ in title else "Ray"
         spent[name] += times.user + times.system
     return spent
@@ -152,7 +164,8 @@ def cpu_s() -> dict[str, float]:
 @asynccontextmanager
 async def peak_memory() -> AsyncIterator[list[int]]:
     """The list holds the most bytes that this process had."""
-    process, peak = psutil.Process(), [0]
+    process = psutil.Process()
+    peak = [0]
 
     async def sample() -> None:
         while True:
@@ -201,7 +214,8 @@ async def measure(config: RLConfig, processes: cluster.Cluster, size: int, rollo
     await engine.pace.remote(size / RATE / TURNS)
     producer = producer_of(config, processes, size, rollouts)
     watchdog = Watchdog(processes.runners, config.train.watchdog_s, producer.on_event, lambda: False)
-    before, began = cpu_s(), time.perf_counter()
+    before = cpu_s()
+    began = time.perf_counter()
     with timed_callbacks() as callbacks:
         async with peak_memory() as peak, asyncio.TaskGroup() as tasks:
             watching = [tasks.create_task(task) for task in (watchdog.run(), processes.engines.watch())]
@@ -209,7 +223,8 @@ async def measure(config: RLConfig, processes: cluster.Cluster, size: int, rollo
             trained = await learn(producer, producer.config.batch_size)
             for task in watching:
                 task.cancel()
-    seconds, after = time.perf_counter() - began, cpu_s()
+    seconds = time.perf_counter() - began
+    after = cpu_s()
     assert trained == rollouts, f"{trained} of {rollouts} rollouts were trained"
     cpu = {name: 1e3 * (after[name] - before[name]) / rollouts for name in before}
     waiting = await engine.pace.remote(0.0)
@@ -221,7 +236,8 @@ async def measure_all(config: RLConfig, sizes: Sequence[int]) -> list[Measured]:
     async with cluster.started(resolve_evaluation(config).processes, show_event, SimulatedEngineWorker) as processes:
         await measure(config, processes, ROWS, 5 * ROWS)  # warms up
         gc.collect()
-        base, found = psutil.Process().memory_info().rss, []
+        base = psutil.Process().memory_info().rss
+        found = []
         print(f"{'at once':>8}{'waiting':>8}{'rollouts':>9}{'a second':>9}", end="")
         print(*(f"{name:>8}" for name in cpu_s()), f"{'longest':>9}{'memory':>8}", sep="", flush=True)
         for size in sorted(sizes):
@@ -232,7 +248,8 @@ async def measure_all(config: RLConfig, sizes: Sequence[int]) -> list[Measured]:
 
 def show(found: Measured) -> None:
     cpu = "".join(f"{value:8.2f}" for value in found.cpu.values())
-    rate, held = found.rollouts / found.seconds, found.held / 1024
+    rate = found.rollouts / found.seconds
+    held = found.held / 1024
     print(f"{found.size:8,}{found.waiting:8,}{found.rollouts:9,}{rate:9.0f}", end="")
     print(f"{cpu}{found.longest_ms:9.1f}{held:8.1f}", flush=True)
 
@@ -243,7 +260,8 @@ def ratio(found: Sequence[Measured]) -> float:
 
 def misses(found: Sequence[Measured]) -> list[str]:
     """What is not as it is asked for."""
-    grown, longest = found[-1].held / found[-2].held, max(size.longest_ms for size in found)
+    grown = found[-1].held / found[-2].held
+    longest = max(size.longest_ms for size in found)
     alone = [size.size for size in found if size.waiting < MIN_SHARE * size.size]
     bars = {
         f"driver CPU per rollout: {ratio(found):.2f} times that of the smallest size": ratio(found) <= MAX_RATIO,

@@ -32,7 +32,11 @@ from molt.parallel.mesh import init_distributed
 from molt.train.sft import SftRun
 from tests.tiny import char_tokenizer, save_tiny, tiny_qwen3
 
-CONVERSATIONS, BATCH, SHORTEST, LONGEST, LR = 2_048, 256, 2, 40, 1e-4
+CONVERSATIONS = 2_048
+BATCH = 256
+SHORTEST = 2
+LONGEST = 40
+LR = 1e-4
 # One token of prompt, then the answer: the length of a conversation is what we ask for.
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 ALPHABET = "".join(chr(0x4E00 + i) for i in range(2_000))
@@ -138,7 +142,8 @@ def main() -> None:
         folder = Path(name)
         prepare(folder)
         one = molt_run(folder, mesh, False, 4_096, rows=BATCH)
-        ours, theirs = molt_epoch(one)[1], trainer_epoch(folder, as_rows(one), BATCH, 1, "sequential")[1]
+        ours = molt_epoch(one)[1]
+        theirs = trainer_epoch(folder, as_rows(one), BATCH, 1, "sequential")[1]
         print(f"loss of the first step: molt {ours:.6f}, trainer {theirs:.6f}")
         rows = as_rows(molt_run(folder, mesh, False, 4_096))
         assert len(rows) == CONVERSATIONS, f"{CONVERSATIONS - len(rows)} conversations were dropped"

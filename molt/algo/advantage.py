@@ -2,7 +2,7 @@
 
 A *group* estimator reads one reward per rollout of the training batch and returns one number per
 rollout, which its caller spreads over the rollout's generated tokens. A *token* estimator reads one
-segment: each segment is a time line of its own, and it skips tokens that were not generated.
+segment: segments are separate time lines, and tokens that were not generated take no time.
 """
 
 import re
@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Estimator:
-    """What the rest of molt may ask about an estimator; nothing tests its name."""
+    """All that the rest of molt knows of an estimator; nothing tests its name."""
 
     level: Literal["group", "token"]
     """group: `fn(rewards [R], groups [R], ctx: GroupContext | None) -> [R]`;
@@ -142,7 +142,7 @@ def gae(reward: float, mask: Tensor, *, kl: Tensor, values: Tensor, gamma: float
     """`A_t = delta_t + gamma lam A_next` with `delta_t = r_t + gamma V_next - V_t` and `r_t = -kl_t`.
 
     `reward` is added to r_t at the last generated token. Next is the next *generated* token: the others are
-    skipped. After the last, V and A are 0. Returns (what the critic learns) are `A + V`.
+    skipped. After the last, V and A are 0. The critic learns the returns, `A + V`.
 
     reward: the rollout's shaped reward. mask: bool [T], generated tokens of one segment. kl: float64 [T], `beta KL_t`.
     values: float64 [T], of the state before token t. gamma, lam: per generated token. Returns float32 [T], 0
@@ -244,7 +244,7 @@ ADVANTAGES: dict[str, Estimator] = {
 
 
 def whitening_sums(advantages: Tensor, mask: Tensor) -> Tensor:
-    """`(count, sum, sum of squares)` of the advantages inside the mask: what ranks add up before `whiten`.
+    """`(count, sum, sum of squares)` of the advantages inside the mask: ranks add them up before `whiten`.
 
     advantages: float [T]. mask: bool [T]. Returns float64 [3].
     """

@@ -18,7 +18,7 @@ from molt.algo.ratio import log_ratio, mean_of_sample, refuse_nan
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """What the rest of molt may ask about a loss; nothing tests its name."""
+    """All that the rest of molt knows of a loss; nothing tests its name."""
 
     fn: Callable[..., tuple[Tensor, Tensor]]
     """`fn(logprobs, old_logprobs, advantages, mask, segments, *, low, high, dual_clip=None)`."""

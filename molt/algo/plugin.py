@@ -21,7 +21,7 @@ from molt.errors import ConfigError, did_you_mean
 from molt.user_module import load_module
 
 NEEDS = ("ref_logprobs", "values")
-"""What a token estimator of the user's may ask for in `needs`."""
+"""A token estimator of the user's may name these in `needs`."""
 GROUP = "def f(rewards, groups, ctx)"
 TOKEN = "def f(reward, mask, *, kl, values, gamma, lam)"
 LOSS = "def f(logprobs, old_logprobs, advantages, mask, *, low, high, dual_clip)"

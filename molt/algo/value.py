@@ -27,7 +27,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
 
 
 def variance_sums(returns: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """`(n, sum ret, sum ret^2, sum err, sum err^2)` inside the mask, `err = ret - values`: what ranks add up.
+    """`(n, sum ret, sum ret^2, sum err, sum err^2)` inside the mask, `err = ret - values`: ranks add them up.
 
     returns, values: float [...]. mask: bool [...]. Returns float64 [5].
     """

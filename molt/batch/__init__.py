@@ -1,1 +1,1 @@
-"""From samples to the tensors of one forward/backward: who takes what, and how it is laid out."""
+"""From samples to the tensors of one forward/backward: which rank takes which sample, and how they are laid out."""

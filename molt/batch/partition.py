@@ -57,7 +57,7 @@ def _of_size(shares: list[Indices], size: int) -> list[list[Indices]]:
 
 @dataclass(frozen=True)
 class Layout:
-    """How samples lie in a micro-batch: what a forward of them costs, and how to split them at equal cost."""
+    """How samples lie in a micro-batch: the cost of a forward over them, and how to split them at equal cost."""
 
     cost: Callable[[Sequence[int]], int]
     """Tokens that a forward over samples of these lengths computes."""

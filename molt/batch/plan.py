@@ -36,7 +36,7 @@ class SampleTask:
 
     at: Place
     reward: float
-    """Shaped; what a token estimator reads."""
+    """Shaped; token estimators read it."""
     advantage: float | None
     """Of the rollout, from a group estimator, before whitening; None for a token estimator."""
     weight: float

@@ -1,6 +1,6 @@
 """One data file, or one Arrow table, as a `Part`: rows that stay raw until they are read.
 
-json and jsonl rows come back exactly as written. Arrow (parquet, arrow, what `datasets` saves) unifies the
+json and jsonl rows come back exactly as written. Arrow (parquet, arrow, a directory that `datasets` saved) unifies the
 fields of nested structs and fills the missing ones with null; those fields are removed again, so a chat
 message or a tool schema is what it was. Values of csv are strings, and an empty field is ''.
 """

@@ -5,8 +5,8 @@ Without shares an epoch is one permutation of all rows. With shares p_i (normali
     c_i = floor(N p_i + 1/2)     rows of dataset i, for the largest N such that every c_i <= size_i
 
 so the first dataset that is used up ends the epoch. Epoch e takes the rows e c_i .. (e + 1) c_i of dataset i,
-modulo its size, in a fixed permutation of its own: no row comes twice in an epoch, nor again before all others
-of its dataset came. All of them are then permuted together. Nothing is ever saved but an index.
+modulo its size, in a permutation that is fixed for the dataset: no row comes twice in an epoch, nor again before
+all others of its dataset came. All of them are then permuted together. Nothing is ever saved but an index.
 """
 
 from collections.abc import Sequence

@@ -78,7 +78,7 @@ class PromptDataset:
         return len(self.rows)
 
     def prompt(self, row: int) -> Prompt:
-        """The prompt of a row, at epoch 0 and at its own position. Raises UnusableRow."""
+        """The prompt of a row, at epoch 0 and with its row number as position. Raises UnusableRow."""
         data = self.rows[row]
         config = self.config
 
@@ -134,7 +134,7 @@ class PromptDataset:
 
 
 class PromptStream:
-    """`num_episodes` epochs of a dataset, each in its own order: `stream[i]` is always the same prompt."""
+    """`num_episodes` epochs of a dataset, each in another order: `stream[i]` is always the same prompt."""
 
     def __init__(self, dataset: PromptDataset, order: EpochOrder, *, num_episodes: int):
         self.dataset = dataset

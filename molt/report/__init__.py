@@ -1,1 +1,1 @@
-"""What a run leaves behind: numbers, events, rollouts, and a page that shows them."""
+"""The record of a run: numbers, events, rollouts, and a page that shows them."""

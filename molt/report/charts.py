@@ -283,7 +283,7 @@ def _legend(drawn: dict[str, Series]) -> str:
 
 
 def _common_family(names: list[str]) -> str:
-    """`train/` of `train/loss` and `train/kl`, which differ in what follows it; '' of names of several families."""
+    """`train/` of `train/loss` and `train/kl`, which have it in common; '' of names of several families."""
     family, slash, _ = names[0].partition("/")
     prefix = family + slash
     if all(name.startswith(prefix) for name in names):

@@ -82,7 +82,7 @@ def _time(event: Event) -> float:
 
 
 def _fields(event: Event) -> Event:
-    """What the event says besides its time and kind."""
+    """The fields of an event besides its time and kind."""
     return {key: value for key, value in event.items() if key not in ("time", "kind")}
 
 

@@ -14,7 +14,7 @@ Definitions = dict[str, str]
 
 
 def header(config: RLConfig, total_steps: int) -> str:
-    """The run in a few lines, names aligned; what has no effect under these settings is left out.
+    """The run in a few lines, names aligned; a setting without effect is left out.
 
     total_steps: training batches of the run. Raises `ConfigError` for an estimator or a loss that cannot be used.
     """
@@ -206,7 +206,7 @@ def _critic(config: RLConfig) -> str:
 
 
 def _steps(config: RLConfig) -> str:
-    """How many optimizer steps a batch has, and what that makes of the clip and of `c`."""
+    """How many optimizer steps a batch has, and how that changes the part of the clip and of `c`."""
     per_epoch = math.ceil(config.rollouts_per_batch / config.rollouts_per_step)
     steps = per_epoch * config.train.max_epochs
     if steps > 1:

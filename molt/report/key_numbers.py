@@ -21,7 +21,10 @@ def duration(seconds: float) -> str:
 
 
 def key_numbers(series: dict[str, Series], times: list[float]) -> str:
-    """The tiles of what the run has measured. times: seconds since the epoch, one per line of `metrics.jsonl`."""
+    """The tiles of a run; a number that it has not measured has none.
+
+    times: seconds since 1970, one per line of `metrics.jsonl`.
+    """
     tiles = []
     for name in sorted(series):
         if name.startswith("eval/") and name.endswith("/pass1"):

@@ -42,7 +42,7 @@ def _larger(a: float, b: float) -> float:
 
 
 def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """`total / count`; for a maximum, and for what is counted and not averaged, `total`.
+    """`total / count`; for a maximum and for a count, `total`.
 
     A metric with a count of 0 has no value and is left out.
     """

@@ -40,7 +40,7 @@ CHARTS = (
         "Policy failures",
         ("rollout/policy_failures",),
         zero=True,
-        note="fraction of the rollouts that ended by the model's own doing",
+        note="fraction of the rollouts that the model made fail: an unusable answer, a rejected call",
     ),
     Chart("KL", ("train/kl", "train/kl_coef"), note="to the reference, per token; kl_coef weighs it"),
     Chart("Entropy", ("train/entropy",), note="nats per token"),

@@ -1,4 +1,4 @@
-"""Rollouts of the last stored step, each as a card: what the policy generated is marked."""
+"""Rollouts of the last stored step, each as a card: text that the policy generated is marked."""
 
 import html
 from pathlib import Path
@@ -31,7 +31,7 @@ def rollout_cards(run_dir: Path) -> str:
     return (
         f"<h2>Rollouts of step {step_of(files[-1])}</h2>"
         f'<p class="lead">{len(shown)} of {len(rows)} stored samples, from the best to the worst. '
-        f"<mark>Marked</mark> is what the policy generated, the rest is context.</p>{cards}"
+        f"The policy generated the <mark>marked</mark> text; the rest is context.</p>{cards}"
     )
 
 

@@ -18,7 +18,7 @@ SCHEMA = pa.schema(
         ("rollout", pa.int32()),  # index in the group
         ("segment", pa.int32()),  # index in the rollout; 0 unless its history was rewritten or branched
         ("reward", pa.float32()),  # as the agent returned it, before clipping and shaping
-        ("score", pa.float32()),  # what evaluation counts
+        ("score", pa.float32()),  # evaluation counts it
         ("advantage", pa.float32()),  # of the rollout, before whitening; null for a token estimator
         ("outcome", pa.string()),  # `scored` or `policy_failure`
         ("truncated", pa.bool_()),  # ran out of context, tokens or turns

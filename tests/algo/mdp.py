@@ -16,8 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-VOCABULARY, STATES, LENGTH = 3, 6, 4
-PROMPT, TOOL = 9, {3: 0.3, 4: 0.7}
+VOCABULARY = 3
+STATES = 6
+LENGTH = 4
+PROMPT = 9
+TOOL = {3: 0.3, 4: 0.7}
 
 Segment = tuple[tuple[int, int | None], ...]
 """(token, the state in which the policy chose it); state None: not generated."""
@@ -34,7 +37,8 @@ def _first_segments() -> Iterator[tuple[Segment, float]]:
 
 
 def _second_segments(prompt: int) -> Iterator[Segment]:
-    start, state = (prompt, None), 4 if prompt == PROMPT + 1 else 3
+    start = (prompt, None)
+    state = 4 if prompt == PROMPT + 1 else 3
     for c in range(1, VOCABULARY):
         yield start, (c, state)
     for d in range(VOCABULARY):
@@ -94,7 +98,8 @@ class Toy:
 
     def visits(self, theta: np.ndarray) -> np.ndarray:
         """[states]: how often a rollout of the policy is expected to decide in each state."""
-        out, chances = np.zeros(STATES), self.chances(theta).prod(-1)
+        out = np.zeros(STATES)
+        chances = self.chances(theta).prod(-1)
         for rollout, chance in zip(self.rollouts, chances, strict=True):
             for _, state in (token for segment in rollout for token in segment):
                 if state is not None:

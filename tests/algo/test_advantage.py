@@ -81,7 +81,8 @@ def test_group_estimators_match_the_reference_on_ragged_interleaved_groups(name,
 def test_group_estimators_by_hand():
     # Group 7: rewards 1, 0, 0, 3: sum 4, mean 1, deviations 0 -1 -1 2, sum of squares 6, unbiased var 6/3 = 2.
     # Group 2: rewards 5, 1: mean 3, deviations 2 -2, unbiased var 8/1.
-    rewards, groups = [1.0, 5.0, 0.0, 0.0, 1.0, 3.0], [7, 2, 7, 7, 2, 7]
+    rewards = [1.0, 5.0, 0.0, 0.0, 1.0, 3.0]
+    groups = [7, 2, 7, 7, 2, 7]
     centred = [0, 2, -1, -1, -2, 2]
     assert run("dr_grpo", rewards, groups).tolist() == centred
     assert run("reinforce_baseline", rewards, groups).tolist() == centred
@@ -146,14 +147,17 @@ def test_reinforce_by_hand_sees_through_a_tool_output():
 
 def test_reinforce_with_kl_by_hand():
     # r = -1, -2, 8 - 4 on the generated tokens: 4; -2 + 4/2 = 0; -1 + 0/2 = -1. The KL of the tool token is no one's.
-    kl, mask = [0.0, 1.0, 2.0, 100.0, 4.0], [False, True, True, False, True]
+    kl = [0.0, 1.0, 2.0, 100.0, 4.0]
+    mask = [False, True, True, False, True]
     assert token_level("reinforce", 8.0, mask, kl, gamma=0.5).tolist() == [0, -1, 0, 0, 4]
 
 
 def test_gae_by_hand():
     # Generated: V = 1, 2, 4 and r = 0, -1, 8; gamma = lam = 1/2, so gamma lam = 1/4.
     # delta: 0 + 2/2 - 1 = 0; -1 + 4/2 - 2 = -1; 8 + 0 - 4 = 4. A: 4; -1 + 4/4 = 0; 0 + 0/4 = 0.
-    mask, kl, values = [True, False, True, True], [0.0, 50.0, 1.0, 0.0], [1.0, 99.0, 2.0, 4.0]
+    mask = [True, False, True, True]
+    kl = [0.0, 50.0, 1.0, 0.0]
+    values = [1.0, 99.0, 2.0, 4.0]
     assert token_level("gae", 8.0, mask, kl, values, 0.5, 0.5).tolist() == [0, 0, 0, 4]
     # lam = 0 leaves delta; lam = 1 the discounted return less V: 8; -1 + 8/2 = 3; 0 + 3/2 = 1.5 -> 0.5, 1, 4.
     assert token_level("gae", 8.0, mask, kl, values, 0.5, 0.0).tolist() == [0, 0, -1, 4]
@@ -162,7 +166,8 @@ def test_gae_by_hand():
 
 
 def test_on_policy_distill_by_hand_uses_no_reward():
-    kl, mask = [9.0, 0.5, -2.0], [False, True, True]
+    kl = [9.0, 0.5, -2.0]
+    mask = [False, True, True]
     assert token_level("on_policy_distill", 8.0, mask, kl, gamma=0.5).tolist() == [0, -0.5, 2]
 
 
@@ -182,9 +187,13 @@ def test_a_segment_without_generated_tokens_is_all_zero(name, mask):
 
 
 def test_gae_of_100_000_tokens_matches_the_loop_and_is_fast():
-    rng, n = np.random.default_rng(0), 100_000
-    mask, kl, values = rng.random(n) < 0.7, rng.normal(size=n) / 10, rng.normal(size=n)
-    expected, following = np.zeros(n), (0.0, 0.0, 1.0)
+    rng = np.random.default_rng(0)
+    n = 100_000
+    mask = rng.random(n) < 0.7
+    kl = rng.normal(size=n) / 10
+    values = rng.normal(size=n)
+    expected = np.zeros(n)
+    following = (0.0, 0.0, 1.0)
     for t in np.flatnonzero(mask)[::-1]:
         value, advantage, reward = following
         expected[t] = reward - kl[t] + 0.999 * value - values[t] + 0.999 * 0.95 * advantage
@@ -198,7 +207,9 @@ def test_gae_of_100_000_tokens_matches_the_loop_and_is_fast():
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 4, 7, 8, 9, 1000])
 @pytest.mark.parametrize("discount", [0.0, 0.25, 1.0])
 def test_discounted_sums_match_the_loop_at_every_length(n, discount):
-    x, expected, after = torch.arange(1.0, n + 1).double(), [], 0.0
+    x = torch.arange(1.0, n + 1).double()
+    expected = []
+    after = 0.0
     for value in reversed(x.tolist()):
         after = value + discount * after
         expected.insert(0, after)
@@ -223,14 +234,16 @@ def test_whitening_from_added_sums_matches_the_reference_over_the_whole_batch(ba
 
 def test_whitening_by_hand():
     # Inside the mask 1, 3: mean 2, biased variance 1. The 99 is outside and does not count.
-    advantages, mask = torch.tensor([1.0, 99.0, 3.0]), torch.tensor([True, False, True])
+    advantages = torch.tensor([1.0, 99.0, 3.0])
+    mask = torch.tensor([True, False, True])
     sums = whitening_sums(advantages, mask)
     assert sums.tolist() == [2, 4, 10]
     assert whiten(advantages, mask, sums).tolist() == pytest.approx([-1, 0, 1])
 
 
 def test_whitening_without_signal_is_zero_and_never_nan():
-    one, none = torch.tensor([True]), torch.tensor([False])
+    one = torch.tensor([True])
+    none = torch.tensor([False])
     value = torch.tensor([5.0])
     assert whiten(value, one, whitening_sums(value, one)).tolist() == [0]
     assert whiten(value, none, whitening_sums(value, none)).tolist() == [0]

@@ -35,13 +35,15 @@ def expected_kl_gradient(estimator: str, *, from_reference: bool = False) -> np.
 
 def reverse(theta: np.ndarray) -> np.ndarray:
     """[states]: KL(policy || reference) of one token."""
-    policy, reference = log_policy(theta), log_policy(REFERENCE)
+    policy = log_policy(theta)
+    reference = log_policy(REFERENCE)
     return (np.exp(policy) * (policy - reference)).sum(-1)
 
 
 def forward(theta: np.ndarray) -> np.ndarray:
     """[states]: KL(reference || policy) of one token."""
-    policy, reference = log_policy(theta), log_policy(REFERENCE)
+    policy = log_policy(theta)
+    reference = log_policy(REFERENCE)
     return (np.exp(reference) * (reference - policy)).sum(-1)
 
 
@@ -80,9 +82,11 @@ def test_k3_on_tokens_of_the_rollout_policy_descends_the_kl_of_the_rollout_polic
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_the_value_of_k1_and_k3_is_the_reverse_kl(estimator):
     """`E_pi[k1] = E_pi[k3] = KL(pi || ref)` (k3 adds `ref / pi - 1`, of mean 0); k2 is near it but biased."""
-    logprobs, reference = AGENT.logprobs(torch.tensor(THETA)), AGENT.logprobs(torch.tensor(REFERENCE))
+    logprobs = AGENT.logprobs(torch.tensor(THETA))
+    reference = AGENT.logprobs(torch.tensor(REFERENCE))
     per_token = (kl_per_token(logprobs, reference, estimator).numpy() * AGENT.mask).sum((1, 2))
-    value, expected = AGENT.chances(THETA).prod(-1) @ per_token, AGENT.visits(THETA) @ reverse(THETA)
+    value = AGENT.chances(THETA).prod(-1) @ per_token
+    expected = AGENT.visits(THETA) @ reverse(THETA)
     assert (abs(value - expected) < 1e-12) == (estimator != "k2")
 
 
@@ -124,7 +128,8 @@ def gradient(name: str, advantages=ADVANTAGES, weights=WEIGHTS, **scalars) -> tu
     """(gradient of `sum(weight * loss)` at NEW by autograd, where the loss says that it clipped)."""
     theta = torch.tensor(NEW, requires_grad=True)
     logprobs = theta.log_softmax(-1)[torch.tensor(STATE), torch.tensor(TOKEN)]
-    old, tensors = torch.tensor(OLD_LOGPROBS), [torch.tensor(a) for a in (advantages, MASK, SEGMENTS)]
+    old = torch.tensor(OLD_LOGPROBS)
+    tensors = [torch.tensor(a) for a in (advantages, MASK, SEGMENTS)]
     loss, clipped = LOSSES[name].fn(logprobs, old, *tensors, **scalars)
     (gradient,) = torch.autograd.grad((torch.tensor(weights) * loss).sum(), theta)
     return gradient.numpy(), clipped.numpy() & MASK
@@ -134,7 +139,8 @@ def differences(loss: Callable[[float, float, float], float], ratios: Callable[[
     """Central differences of `sum over trained tokens of weight * loss(ratio, advantage, logprob)`."""
 
     def total(theta: np.ndarray) -> float:
-        ratio, logprobs = ratios(theta), logprobs_of(theta)
+        ratio = ratios(theta)
+        logprobs = logprobs_of(theta)
         tokens = zip(*(a[MASK].tolist() for a in (WEIGHTS, ratio, ADVANTAGES, logprobs)), strict=True)
         return sum(w * loss(r, a, logp) for w, r, a, logp in tokens)
 
@@ -170,7 +176,8 @@ def covered(kinks: list[float], ratios: np.ndarray) -> bool:
 @pytest.mark.parametrize("dual_clip", [None, 1.9])
 def test_ppo_is_the_gradient_of_its_surrogate(dual_clip):
     """Nothing is frozen in `-min(r A, clip(r) A)`, but old; the dual clip changes the gradient where r > c, A < 0."""
-    low, high = 0.4, 0.25
+    low = 0.4
+    high = 0.25
     assert covered([0.6, 1.25, 1.9], token_ratios(NEW))
     got, clipped = gradient("ppo", low=low, high=high, dual_clip=dual_clip)
     expected = differences(clipped_objective(low, high, dual_clip), token_ratios)
@@ -182,8 +189,10 @@ def test_ppo_is_the_gradient_of_its_surrogate(dual_clip):
 
 def test_gspo_is_the_gradient_of_its_surrogate():
     """`s_t = exp(logp - logp(NEW) + log s(NEW))` with both quantities of NEW constants, then as ppo."""
-    low, high = 0.25, 0.6
-    frozen_logprobs, frozen_ratios = logprobs_of(NEW), sample_ratios(NEW)
+    low = 0.25
+    high = 0.6
+    frozen_logprobs = logprobs_of(NEW)
+    frozen_ratios = sample_ratios(NEW)
     assert covered([0.75, 1.6], frozen_ratios)
     got, clipped = gradient("gspo", low=low, high=high)
     expected = differences(
@@ -196,9 +205,11 @@ def test_gspo_is_the_gradient_of_its_surrogate():
 def test_gspo_with_one_advantage_per_sample_is_the_gradient_of_the_sequence_objective():
     """`sum over samples of -min(s A, clip(s) A)` with nothing frozen: the token form has the gradient of the paper's,
     as the mean over the tokens of `s A grad logp_t` is `A grad s`."""
-    low, high = 0.25, 0.6
+    low = 0.25
+    high = 0.6
     per_sample = ADVANTAGES[:, 0]
-    advantages, weights = np.repeat(per_sample[:, None], 5, axis=1), MASK / MASK.sum(1, keepdims=True)
+    advantages = np.repeat(per_sample[:, None], 5, axis=1)
+    weights = MASK / MASK.sum(1, keepdims=True)
     got, clipped = gradient("gspo", advantages, weights, low=low, high=high)
     loss = clipped_objective(low, high, None)
     expected = slope(lambda th: sum(map(loss, sample_ratios(th)[:, 0], per_sample, [0.0] * 5)), NEW)

@@ -16,10 +16,12 @@ CASES = [("token", mode) for mode in MODES] + [("seq", "mask"), ("geo", "mask")]
 
 def reference(samples, level, mode, low, high):
     """Sample by sample in float64: `(coefficients, insides)`, one list per sample each."""
-    coefficients, insides = [], []
+    coefficients = []
+    insides = []
     for old, rollout, mask in samples:
         log_w = np.clip(np.array(old) - np.array(rollout), -30, 30)
-        w, trained = np.exp(log_w), np.array(mask)
+        w = np.exp(log_w)
+        trained = np.array(mask)
         total = math.fsum(log_w[trained])
         with np.errstate(over="ignore"):
             statistic = {"token": w, "seq": np.exp(total), "geo": np.exp(total / max(1, trained.sum()))}[level]
@@ -42,7 +44,8 @@ def corrected(samples, packed, **settings):
     return [[t.tolist() for t in gather(batch, values)] for values in correction(*tensors, batch.segments, **settings)]
 
 
-far, near = st.floats(-40, 0), st.floats(-1, -0.5)
+far = st.floats(-40, 0)
+near = st.floats(-1, -0.5)
 token = st.one_of(st.tuples(far, far, st.booleans()), st.tuples(near, near, st.booleans()))
 sample = st.lists(token, min_size=1, max_size=12).map(lambda tokens: tuple(zip(*tokens, strict=True)))
 
@@ -114,7 +117,8 @@ def test_a_product_beyond_every_float_is_outside_and_no_error():
 
 
 def test_the_coefficient_carries_no_gradient():
-    old, one = torch.zeros(2, requires_grad=True), torch.zeros(2, dtype=torch.int64)
+    old = torch.zeros(2, requires_grad=True)
+    one = torch.zeros(2, dtype=torch.int64)
     settings = {"mode": "clip", "low": 0.5, "high": 2.0}
     coefficient, _ = correction(old, torch.zeros(2), torch.ones(2).bool(), one, level="token", **settings)
     assert not coefficient.requires_grad
@@ -122,7 +126,8 @@ def test_the_coefficient_carries_no_gradient():
 
 @pytest.mark.parametrize("position", [0, 1])
 def test_a_nan_is_an_error_that_names_its_tensor(position):
-    pair, one = [torch.zeros(2), torch.zeros(2)], torch.zeros(2, dtype=torch.int64)
+    pair = [torch.zeros(2), torch.zeros(2)]
+    one = torch.zeros(2, dtype=torch.int64)
     pair[position] = torch.tensor([math.nan, 0.0])
     name = ("old_logprobs", "rollout_logprobs")[position]
     with pytest.raises(TrainingError, match=f"^{name} holds 1 NaN"):
@@ -131,11 +136,13 @@ def test_a_nan_is_an_error_that_names_its_tensor(position):
 
 def divergence(gating, old, rollout):
     """In float64, with 0 ln 0 = 0 and logarithms of at most 30."""
-    p, q = math.exp(rollout), math.exp(old)
+    p = math.exp(rollout)
+    q = math.exp(old)
     if gating == "tv":
         return abs(p - q)
     first = p * min(max(rollout - old, -30.0), 30.0)
-    rest_p, rest_q = -math.expm1(rollout), -math.expm1(old)
+    rest_p = -math.expm1(rollout)
+    rest_q = -math.expm1(old)
     if rest_p == 0:
         return first
     return first + rest_p * (30.0 if rest_q == 0 else min(max(math.log(rest_p / rest_q), -30.0), 30.0))
@@ -176,7 +183,9 @@ def test_the_gates_by_hand():
     }
     for gating, expected in statistics.items():
         assert GATINGS[gating](rollout, old).tolist() == pytest.approx(expected, abs=1e-12)
-    mask, one, settings = torch.ones(4).bool(), torch.zeros(4).long(), {"mode": "mask", "low": 0.0}
+    mask = torch.ones(4).bool()
+    one = torch.zeros(4).long()
+    settings = {"mode": "mask", "low": 0.0}
     run = lambda **more: correction(old, rollout, mask, one, **settings, **more)[0].tolist()  # noqa: E731
     w = [0.5, 1, 0.5, 1.25]
     assert run(level="token", gating="binary_kl", high=0.2) == pytest.approx([0.5, 1, 0, 0])
@@ -197,7 +206,8 @@ def test_a_gate_is_finite_and_keeps_what_agrees_at_any_probability(gating):
     settings = {"level": "token", "mode": "mask", "low": 0.0, "high": 0.1, "gating": gating}
     assert correction(same, same, *everything, **settings)[0].tolist() == [1] * len(same)
     # p = 0: nothing of it was sampled.
-    impossible, likely = torch.tensor([-math.inf]), torch.tensor([-0.5])
+    impossible = torch.tensor([-math.inf])
+    likely = torch.tensor([-0.5])
     for pair in (impossible, likely), (likely, impossible):
         coefficient, _ = correction(*pair, everything[0][:1], everything[1][:1], **settings)
         assert coefficient.tolist() == [0]
@@ -210,7 +220,8 @@ def test_binary_kl_is_precise_for_nearly_equal_and_nearly_certain_tokens():
     # float32 log-probs around ln 1/2 that differ by x: (p / (1-p)) x^2 / 2 = x^2 / 2, at most 5e-9: float64 inside.
     rollout = torch.full((1001,), -math.log(2))
     old = rollout + torch.linspace(-1e-4, 1e-4, 1001)
-    everything, settings = (torch.ones(1001).bool(), torch.zeros(1001).long()), {"level": "token", "mode": "mask"}
+    everything = (torch.ones(1001).bool(), torch.zeros(1001).long())
+    settings = {"level": "token", "mode": "mask"}
     kept = correction(old, rollout, *everything, gating="binary_kl", low=0.0, high=1e-9, **settings)[1]
     x = (old.double() - rollout.double()).abs()
     assert kept[x < 0.99 * 2e-9**0.5].all() and not kept[x > 1.01 * 2e-9**0.5].any()

@@ -22,7 +22,8 @@ def reference(estimator, new, ref, from_reference):
     return math.exp(d) - 1 - d if from_reference else math.exp(-d) - 1 + d
 
 
-far, near = st.floats(-50, 0), st.floats(-1, -0.5)
+far = st.floats(-50, 0)
+near = st.floats(-1, -0.5)
 
 
 @pytest.mark.parametrize("from_reference", [False, True])
@@ -37,15 +38,18 @@ def test_every_estimator_matches_the_reference(estimator, from_reference, pairs)
 
 def test_by_hand():
     # d = ln 2: ln 2; (ln 2)^2 / 2; 1/2 - 1 + ln 2; from the reference 2 - 1 - ln 2.
-    pair, ln2 = (torch.tensor([math.log(0.5)]).double(), torch.tensor([math.log(0.25)]).double()), math.log(2)
+    pair = (torch.tensor([math.log(0.5)]).double(), torch.tensor([math.log(0.25)]).double())
+    ln2 = math.log(2)
     assert kl_per_token(*pair, "k1").item() == pytest.approx(ln2)
     assert kl_per_token(*pair, "k2").item() == pytest.approx(ln2**2 / 2)
     assert kl_per_token(*pair, "k3").item() == pytest.approx(ln2 - 0.5)
     assert kl_per_token(*pair, "k3", from_reference=True).item() == pytest.approx(1 - ln2)
 
 
-P, Q = torch.tensor([0.5, 0.3, 0.15, 0.05]).double(), torch.tensor([0.1, 0.2, 0.3, 0.4]).double()
-KL_PQ, KL_QP = (P * (P / Q).log()).sum(), (Q * (Q / P).log()).sum()
+P = torch.tensor([0.5, 0.3, 0.15, 0.05]).double()
+Q = torch.tensor([0.1, 0.2, 0.3, 0.4]).double()
+KL_PQ = (P * (P / Q).log()).sum()
+KL_QP = (Q * (Q / P).log()).sum()
 
 
 @pytest.mark.parametrize(("sampled_from", "estimator", "mean"), [(P, "k1", KL_PQ), (P, "k3", KL_PQ), (Q, "k3", KL_QP)])
@@ -90,7 +94,8 @@ def test_k3_is_not_negative_and_precise_near_0():
 
 @pytest.mark.parametrize("estimator", FORMULAS)
 def test_the_reference_gets_no_gradient(estimator):
-    logprobs, ref = torch.zeros(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    logprobs = torch.zeros(2, requires_grad=True)
+    ref = torch.ones(2, requires_grad=True)
     kl_per_token(logprobs, ref, estimator).sum().backward()
     assert logprobs.grad.all() and ref.grad is None
 
@@ -113,7 +118,8 @@ def test_the_controller_by_hand(kl, expected):
 
 
 def test_the_controller_holds_a_kl_that_answers_to_its_coefficient():
-    coef, target = 0.01, 0.3
+    coef = 0.01
+    target = 0.3
     for _ in range(3000):
         coef = adapt(coef, 0.06 / coef, target=target, horizon=1000, rollouts=64)
     assert 0.06 / coef == pytest.approx(target, rel=1e-3)

@@ -24,7 +24,8 @@ def reference(name, samples, low, high, dual_clip):
     for logprobs, old, advantages, mask in samples:
         logs = [bounded_log_ratio(*pair) for pair in zip(logprobs, old, strict=True)]
         trained = [d for d, m in zip(logs, mask, strict=True) if m]
-        losses, clipped = [], []
+        losses = []
+        clipped = []
         for new, d, advantage in zip(logprobs, logs, advantages, strict=True):
             if name == "gspo":
                 d = sum(trained) / len(trained) if trained else 0.0
@@ -54,11 +55,14 @@ def run(name, samples, packed=True, **scalars):
 
 def flat(fn, logprobs, old, advantages, *, low=0.2, high=0.2, dual_clip=None):
     """One sample, all of it trained."""
-    mask, segments = torch.ones(len(logprobs)).bool(), torch.zeros(len(logprobs)).long()
+    mask = torch.ones(len(logprobs)).bool()
+    segments = torch.zeros(len(logprobs)).long()
     return fn(logprobs, old, advantages, mask, segments, low=low, high=high, dual_clip=dual_clip)
 
 
-far, near, advantage = st.floats(-40, 0), st.floats(-1, -0.5), st.integers(-40, 40).map(lambda n: n / 8)
+far = st.floats(-40, 0)
+near = st.floats(-1, -0.5)
+advantage = st.integers(-40, 40).map(lambda n: n / 8)
 token = st.one_of(*(st.tuples(x, x, advantage, st.booleans()) for x in (far, near)))
 sample = st.lists(token, min_size=1, max_size=12).map(lambda tokens: tuple(zip(*tokens, strict=True)))
 bound = st.floats(0.05, 0.5)
@@ -115,7 +119,8 @@ def test_the_gradient_of_gspo_goes_through_each_token_with_the_ratio_of_the_samp
     log_ratio = torch.tensor([0.2, -0.1, 0.0, 0.9], dtype=torch.float64)
     old = torch.full((4,), -1.5, dtype=torch.float64, requires_grad=True)
     logprobs = (old.detach() + log_ratio).requires_grad_()
-    advantages, segments = torch.tensor([1.0, -2.0, 3.0, 1.0]).double(), torch.tensor([0, 0, 0, 1])
+    advantages = torch.tensor([1.0, -2.0, 3.0, 1.0]).double()
+    segments = torch.tensor([0, 0, 0, 1])
     loss, clipped = gspo(logprobs, old, advantages, torch.ones(4).bool(), segments, low=0.2, high=0.2)
     loss.sum().backward()
     s = math.exp(0.1 / 3)
@@ -171,7 +176,8 @@ def test_at_the_old_weights_every_loss_is_the_plain_policy_gradient(name):
 @pytest.mark.parametrize("name", LOSSES)
 def test_no_trained_token_and_no_advantage_is_no_nan(name):
     logprobs = torch.zeros(1, 3, requires_grad=True)
-    none, one = torch.zeros(1, 3).bool(), torch.zeros(1, 3).long()
+    none = torch.zeros(1, 3).bool()
+    one = torch.zeros(1, 3).long()
     loss, _ = LOSSES[name].fn(logprobs, torch.zeros(1, 3), torch.zeros(1, 3), none, one, low=0.2, high=0.2)
     loss.sum().backward()
     assert not loss.any() and not logprobs.grad.any()

@@ -17,7 +17,8 @@ def test_it_is_the_mean_of_the_maxima_of_all_subsets(scores, data):
 
 @given(st.integers(1, 64), st.data())
 def test_binary_scores_give_the_unbiased_estimator(n, data):
-    c, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
+    c = data.draw(st.integers(0, n))
+    k = data.draw(st.integers(1, n))
     scores = data.draw(st.permutations([1.0] * c + [0.0] * (n - c)))
     assert pass_at_k(scores, k) == pytest.approx(1 - comb(n - c, k) / comb(n, k), abs=1e-9)
 

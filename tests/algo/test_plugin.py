@@ -40,7 +40,8 @@ def test_a_name_of_molt_is_its_row():
 def test_the_median_example_by_hand():
     estimator = load_estimator(f"{EXAMPLES / 'group_median.py'}:group_median")
     # Group 4: median of 0, 1, 5 is 1. Group 2: of 1, 3 it is 2.
-    rewards, groups = torch.tensor([0.0, 1.0, 1.0, 5.0, 3.0], dtype=torch.float64), torch.tensor([4, 2, 4, 4, 2])
+    rewards = torch.tensor([0.0, 1.0, 1.0, 5.0, 3.0], dtype=torch.float64)
+    groups = torch.tensor([4, 2, 4, 4, 2])
     assert estimator.fn(rewards, groups, context(5)).tolist() == [-1, -1, 0, 4, 1]
     assert (estimator.level, estimator.whiten, estimator.needs) == ("group", True, ())
     assert estimator.formula == "R - median(group)"
@@ -50,7 +51,8 @@ def test_the_asymmetric_example_by_hand():
     loss = load_loss(f"{EXAMPLES / 'asymmetric_reinforce.py'}:asymmetric_reinforce")
     old = torch.tensor([[-1.0, -1.0, -1.0]])
     logprobs = (old + torch.tensor([[2.0, 0.5, 0.25]]).log()).requires_grad_()
-    advantages, mask = torch.tensor([[3.0, -1.0, -2.0]]), torch.ones(1, 3, dtype=torch.bool)
+    advantages = torch.tensor([[3.0, -1.0, -2.0]])
+    mask = torch.ones(1, 3, dtype=torch.bool)
     found, clipped = loss.fn(logprobs, old, advantages, mask, mask.long(), low=0.2, high=0.2)
     found.sum().backward()
     # The gradient is -w A: w is 1 for the good token, else the ratio, at most 1.
@@ -64,7 +66,8 @@ def test_a_token_estimator_is_told_by_its_arguments(write):
     estimator = load_estimator(name)
     assert (estimator.level, estimator.whiten, estimator.needs) == ("token", False, ("values", "ref_logprobs"))
     assert estimator.formula == "f"
-    mask, kl = torch.tensor([True, False, True]), torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    mask = torch.tensor([True, False, True])
+    kl = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
     found = estimator.fn(5.0, mask, kl=kl, values=kl, gamma=1.0, lam=0.5)
     # 5 - 1 + 10 + 100 + 500; nothing outside the mask; 5 - 3 + 30 + 100 + 500.
     assert found.tolist() == [614, 0, 632] and found.dtype == torch.float32

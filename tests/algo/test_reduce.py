@@ -53,7 +53,8 @@ def reference(mode, losses, groups, max_len):
 @pytest.mark.parametrize("mode", AGGREGATIONS)
 @given(samples, st.integers(1, 100), st.integers(0, 999))
 def test_the_weighted_sum_is_the_mean_of_the_name(mode, rows, max_len, seed):
-    trained, groups = [n for n, _ in rows], [g for _, g in rows]
+    trained = [n for n, _ in rows]
+    groups = [g for _, g in rows]
     rng = np.random.default_rng(seed)
     losses = [rng.normal(size=n).tolist() for n in trained]
     weights = token_weights(trained, groups, mode=mode, max_len=max_len)

@@ -25,7 +25,8 @@ from tests.algo.mdp import LENGTH, STATES, VOCABULARY, Toy, log_policy, slope, t
 
 _rng = np.random.default_rng(5)
 THETA, REFERENCE, BEHAVIOUR = _rng.normal(size=(3, STATES, VOCABULARY))
-LINKED, BRANCHES = toy(linked=True), toy(linked=False)
+LINKED = toy(linked=True)
+BRANCHES = toy(linked=False)
 REWARDS = _rng.choice([-1.0, 0.0, 0.25, 1.0, 2.0], size=len(LINKED.rollouts))
 """Ties on purpose: some groups have equal rewards."""
 OTHER_REWARDS = _rng.normal(size=len(LINKED.rollouts))
@@ -43,7 +44,8 @@ def expected_ascent(agent: Toy, advantages: Tensor, batches: np.ndarray) -> np.n
     advantages: [K, n, 2, T], what the estimator gives each token of each batch. The scale undoes the weight
     1 / (2n max_len) of a token, apart from the mean over the n rollouts.
     """
-    n, theta = batches.shape[1], torch.tensor(THETA, requires_grad=True)
+    n = batches.shape[1]
+    theta = torch.tensor(THETA, requires_grad=True)
     mask = torch.tensor(agent.mask == 1)[batches].flatten(0, 2)
     logprobs = agent.logprobs(theta)[batches].flatten(0, 2)
     segments = torch.arange(len(mask))[:, None].expand(mask.shape)
@@ -104,7 +106,8 @@ def divergence(agent: Toy, theta: np.ndarray) -> float:
 def divergence_by_segment(agent: Toy, theta: np.ndarray) -> float:
     """The sum over segments of KL(segment | its prompt), the distribution of the prompts held at THETA."""
     log_ratios = (agent.of_tokens(log_policy(theta)) - agent.of_tokens(log_policy(REFERENCE))).sum(-1)
-    mine, held = agent.chances(theta), agent.chances(THETA)
+    mine = agent.chances(theta)
+    held = agent.chances(THETA)
     return float((mine[:, 0] * held[:, 1]) @ log_ratios[:, 0] + (held[:, 0] * mine[:, 1]) @ log_ratios[:, 1])
 
 
@@ -113,7 +116,9 @@ def exact_values(agent: Toy, kl: np.ndarray) -> np.ndarray:
 
     That is what a perfect critic knows: it reads one segment, and R arrives at the end of each.
     """
-    chances, outcome, mass = agent.chances(THETA).prod(-1), {}, {}
+    chances = agent.chances(THETA).prod(-1)
+    outcome = {}
+    mass = {}
     keys = [
         (r, s, t, (s, tuple(token for token, _ in segment[:t])))
         for r, rollout in enumerate(agent.rollouts)
@@ -221,7 +226,8 @@ def test_flash_reinforce_shrinks_the_gradient_by_the_batch():
 
     The batch has one rollout of each of two prompts with different rewards, so a baseline per group would give 0.
     """
-    batches, rewards = batches_of(LINKED, 2), np.stack([REWARDS, OTHER_REWARDS])
+    batches = batches_of(LINKED, 2)
+    rewards = np.stack([REWARDS, OTHER_REWARDS])
     rows = [ADVANTAGES["flash_reinforce"].fn(torch.tensor(rewards[[0, 1], b]), torch.tensor([0, 1])) for b in batches]
     advantages = torch.stack(rows).reshape(len(batches), 2, 1, 1).expand(-1, -1, 2, LENGTH)
     mean_return = slope(lambda th: sum(expected_return(LINKED, th, r) for r in rewards) / 2, THETA)
@@ -232,7 +238,8 @@ def test_flash_reinforce_shrinks_the_gradient_by_the_batch():
 def test_grpo_is_the_return_in_units_of_the_group(n):
     """`sum over groups of P(group) * mean_i (R_i - mean) / (std + 1e-6) * grad log pi(rollout i)`: no gradient of an
     expected return, as the unit differs from group to group; groups of equal rewards give 0."""
-    chances, score = LINKED.chances(THETA).prod(-1), LINKED.scores(THETA).sum((1, 2))
+    chances = LINKED.chances(THETA).prod(-1)
+    score = LINKED.scores(THETA).sum((1, 2))
     expected = np.zeros_like(THETA)
     for group in itertools.product(range(len(chances)), repeat=n):
         rewards = [REWARDS[i] for i in group]
@@ -255,7 +262,8 @@ def expected_whitened(agent: Toy, advantages_of, n: int) -> np.ndarray:
 
     `advantages_of(batch)` gives one list of (rollout, segment, token, advantage) of the generated tokens per rollout.
     """
-    chances, scores = agent.chances(THETA).prod(-1), agent.scores(THETA)
+    chances = agent.chances(THETA).prod(-1)
+    scores = agent.scores(THETA)
     expected = np.zeros_like(THETA)
     for batch in itertools.product(range(len(chances)), repeat=n):
         tokens = advantages_of(batch)
@@ -273,13 +281,16 @@ def generated(agent: Toy, rollout: int) -> list[tuple[int, int]]:
 
 def test_whitened_reinforce_is_the_return_in_units_of_the_batch():
     """With gamma 0.9 and a KL in the reward, so that tokens differ: `A_t = sum over u >= t of 0.9^(u - t) r_u`."""
-    gamma, beta, batches = 0.9, 0.3, batches_of(BRANCHES, 2)
+    gamma = 0.9
+    beta = 0.3
+    batches = batches_of(BRANCHES, 2)
     log_ratios = BRANCHES.of_tokens(log_policy(THETA)) - BRANCHES.of_tokens(log_policy(REFERENCE))
 
     def discounted(r: int) -> list[tuple[int, int, int, float]]:
         out = []
         for s in range(2):
-            follow, arriving = 0.0, REWARDS[r]
+            follow = 0.0
+            arriving = REWARDS[r]
             for t in reversed([t for which, t in generated(BRANCHES, r) if which == s]):
                 follow = arriving - beta * log_ratios[r, s, t] + gamma * follow
                 arriving = 0.0
@@ -316,7 +327,8 @@ def test_distillation_descends_the_kl_to_the_teacher_in_the_states_it_visits(age
     visits = agent.visits(THETA)
 
     def in_visited_states(theta: np.ndarray) -> float:
-        student, teacher = log_policy(theta), log_policy(REFERENCE)
+        student = log_policy(theta)
+        teacher = log_policy(REFERENCE)
         return float(visits @ (np.exp(student) * (student - teacher)).sum(-1))
 
     assert close(got, -beta * slope(in_visited_states, THETA))
@@ -330,10 +342,12 @@ def test_one_token_episodes_of_another_policy_are_corrected_exactly(route):
     The ratio comes either from the correction (old is the trainer's own, rollout the engine's) or from the ppo ratio
     itself (old is the engine's); every bound is wide. Longer episodes would need the product of all ratios before t.
     """
-    rewards, theta = torch.tensor([1.0, -0.5, 2.0]), torch.tensor(THETA[:1], requires_grad=True)
+    rewards = torch.tensor([1.0, -0.5, 2.0])
+    theta = torch.tensor(THETA[:1], requires_grad=True)
     logprobs = theta.log_softmax(-1).T  # [3, 1]: one sample of one token for each action
     behaviour = torch.tensor(log_policy(BEHAVIOUR)[:1].T)
-    mask, segments = torch.ones(3, 1, dtype=torch.bool), torch.arange(3)[:, None]
+    mask = torch.ones(3, 1, dtype=torch.bool)
+    segments = torch.arange(3)[:, None]
     old = behaviour if route == "ppo ratio" else logprobs.detach()
     loss, _ = LOSSES["ppo"].fn(logprobs, old, rewards[:, None], mask, segments, low=0.999, high=1e3)
     if route == "importance coefficient":

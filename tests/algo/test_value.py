@@ -13,10 +13,12 @@ from molt.errors import TrainingError
 
 
 def reference(values, old, returns, clip):
-    loss, clipped = [], []
+    loss = []
+    clipped = []
     for value, before, target in zip(values, old, returns, strict=True):
         near = before + min(max(value - before, -clip), clip)
-        free, bounded = (value - target) ** 2, (near - target) ** 2
+        free = (value - target) ** 2
+        bounded = (near - target) ** 2
         loss.append(0.5 * max(free, bounded))
         clipped.append(bounded > free)
     return loss, clipped
@@ -38,7 +40,8 @@ def test_the_loss_by_hand_and_its_gradient():
     # V_old = 0, c = 1/2. V 1/4, ret 1: 9/32 free. V 2, ret 1: (2-1)^2 > (1/2-1)^2: 1/2 free. V 1, ret 1: the bounded
     # 1/2 is the worse: 1/8 clipped. V -2, ret 1: 9 > 9/4: 9/2 free.
     values = torch.tensor([0.25, 2.0, 1.0, -2.0], requires_grad=True)
-    old, returns = torch.zeros(4, requires_grad=True), torch.ones(4, requires_grad=True)
+    old = torch.zeros(4, requires_grad=True)
+    returns = torch.ones(4, requires_grad=True)
     loss, clipped = value_loss(values, old, returns, clip=0.5)
     assert loss.tolist() == [9 / 32, 0.5, 0.125, 4.5]
     assert clipped.tolist() == [False, False, True, False]
@@ -64,7 +67,8 @@ def test_the_variance_from_added_sums_matches_the_reference(batch):
     sums = sum(variance_sums(*part) for part in parts)
     assert sums.dtype == torch.float64 and sums.shape == (5,)
     inside = [(ret, ret - value) for rows in batch for ret, value, m in rows if m]
-    targets, errors = [r for r, _ in inside], [e for _, e in inside]
+    targets = [r for r, _ in inside]
+    errors = [e for _, e in inside]
     if len(set(targets)) < 2:
         assert explained_variance(sums) == 0.0
         return

@@ -17,7 +17,8 @@ def whole(tokenizer, conversation):
 
 def runs(tokenizer, token_ids, mask):
     """The runs of tokens where the mask is on, each as text."""
-    found, previous = [], False
+    found = []
+    previous = False
     for token, on in zip(token_ids, mask, strict=True):
         if on:
             found = found if previous else [*found, []]

@@ -16,12 +16,14 @@ from molt.errors import DataError
 from tests.data.masks import assistant, user
 from tests.tiny import bpe_tokenizer, char_tokenizer
 
-OPEN, SHUT = "\ue000", "\ue001"
+OPEN = "\ue000"
+SHUT = "\ue001"
 
 LOOP = "{%- for m in messages %}{%- if m.role == 'assistant' %}"
 ELSE = "{%- else %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endif %}{%- endfor %}"
 PROMPT = "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
-OPENER, CLOSER = "{{- '<|im_start|>assistant\n' + open }}", "{{- '<|im_end|>' + shut + '\n' }}"
+OPENER = "{{- '<|im_start|>assistant\n' + open }}"
+CLOSER = "{{- '<|im_end|>' + shut + '\n' }}"
 CHATML = LOOP + OPENER + "{{- m.content }}" + CLOSER + ELSE + PROMPT
 
 QUERY = (
@@ -35,7 +37,8 @@ BLOCK = (
     "{%- if loop.index0 > q and (loop.last or m.reasoning_content) %}"
     "{{- '<think>\n' + (m.reasoning_content or '') + '\n</think>\n' }}{%- endif %}"
 )
-MARK, UNMARK = "{%- generation %}", "{%- endgeneration %}"
+MARK = "{%- generation %}"
+UNMARK = "{%- endgeneration %}"
 
 
 @dataclass(frozen=True)
@@ -150,7 +153,8 @@ def expected_mask(tokenizer, messages, turns):
     marked = tokenizer.apply_chat_template(messages, tokenize=False, open=OPEN, shut=SHUT)
     rendered = tokenizer.apply_chat_template(messages, tokenize=False, open="", shut="")
     assert marked.replace(OPEN, "").replace(SHUT, "") == rendered
-    spans, at = [], 0
+    spans = []
+    at = 0
     for character in marked:
         if character == OPEN:
             spans.append([at])

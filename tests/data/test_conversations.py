@@ -145,7 +145,8 @@ def test_an_earlier_turn_without_reasoning_is_trained_though_only_the_last_has_a
 
 
 def test_an_empty_think_block_in_the_data_is_no_reasoning(build):
-    tokenizer, empty = char_tokenizer(QWEN3), "<think>\n\n</think>\n\n"
+    tokenizer = char_tokenizer(QWEN3)
+    empty = "<think>\n\n</think>\n\n"
     (one,), _ = build([{"input": [user("a"), assistant(f"{empty}A"), *TURNS[2:]]}], tokenizer)
     assert trained(tokenizer, one) == ["A<|im_end|>", f"{empty}4 !<|im_end|>"]
 

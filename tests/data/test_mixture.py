@@ -77,7 +77,8 @@ def test_every_epoch_has_the_same_composition_and_no_row_twice(case, seed):
 @settings(max_examples=50)
 def test_no_row_comes_again_before_all_others_of_its_dataset_came(case):
     sizes, shares = case
-    order, drawn = build(sizes, shares), Counter()
+    order = build(sizes, shares)
+    drawn = Counter()
     for epoch in range(8):
         drawn.update(order.rows(epoch).tolist())
         first = 0

@@ -126,7 +126,8 @@ def difference(build, name, conversation, **settings):
     """What only the renderer would train, and what only we train, as texts."""
     tokenizer, renderer = family(name, **settings)
     messages, tools = CONVERSATIONS[conversation]
-    one, (ids, sampled) = ours(build, tokenizer, messages, tools), theirs(renderer, messages, tools)
+    one = ours(build, tokenizer, messages, tools)
+    (ids, sampled) = theirs(renderer, messages, tools)
     assert one.token_ids.tolist() == ids.tolist()
     return runs(tokenizer, ids, sampled & ~one.mask), runs(tokenizer, ids, one.mask & ~sampled)
 
@@ -227,10 +228,8 @@ def test_earlier_reasoning_that_the_template_drops(build, name):
     messages = [user("a"), assistant("A", reasoning_content="because"), user("b"), assistant("B")]
     with pytest.raises(DataError, match=r"renders in another way .*drops reasoning.*data\.train_on_last_turn_only"):
         ours(build, tokenizer, messages, None)
-    one, (_, sampled) = (
-        ours(build, tokenizer, messages, None, train_on_last_turn_only=True),
-        theirs(renderer, messages, None),
-    )
+    one = ours(build, tokenizer, messages, None, train_on_last_turn_only=True)
+    (_, sampled) = theirs(renderer, messages, None)
     assert trained(tokenizer, one) == runs(tokenizer, one.token_ids, sampled | one.mask)[-1:]
     assert trained(tokenizer, one)[0].split("\n")[-1].startswith("B")
 
