@@ -2,7 +2,7 @@
 PYTHON := .venv/bin/python
 ARGS ?=
 # Two processes of pytest, each with a Ray session of its own; a file's tests stay together, and share its runs.
-PYTEST := $(PYTHON) -m pytest -n 2 --dist loadfile
+PYTEST := $(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: setup demo lint check test full bench chaos
 

@@ -16,6 +16,12 @@ hypothesis.settings.load_profile("molt")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
+def pytest_collection_modifyitems(items):
+    """Files that start clusters come first: with two processes, a long one that is left to the end would run alone."""
+    long_files = {item.path for item in items if item.get_closest_marker("ray")}
+    items.sort(key=lambda item: item.path not in long_files)
+
+
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory):
     """A tiny random Qwen3 with its character tokenizer."""

@@ -36,6 +36,7 @@ PRELOADED = (
     "transformers.models.qwen3.modeling_qwen3",
 )
 """Not Ray: it reads the environment when it is imported, and a worker's comes later."""
+ROOT = Path(__file__).resolve().parent.parent
 LENGTH_BYTES = 4
 START_S = 300.0
 
@@ -44,7 +45,7 @@ START_S = 300.0
 def serving(path: Path, environment: dict[str, str]) -> Iterator[dict[str, str]]:
     """Run a server at the socket `path`; the value makes `ray.init` use it where it is in the environment."""
     command = [sys.executable, "-m", "tests.warm_workers", str(path)]
-    server = subprocess.Popen(command, stdin=subprocess.PIPE, env={**os.environ, **environment})
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, cwd=ROOT, env={**os.environ, **environment})
     try:
         deadline = time.monotonic() + START_S
         while not path.exists():
@@ -58,7 +59,7 @@ def serving(path: Path, environment: dict[str, str]) -> Iterator[dict[str, str]]
 
 def with_warm_workers(runtime_env: dict[str, Any] | None) -> dict[str, Any]:
     """Ray's hook: the environment of all workers, with this file as their Python."""
-    command = [sys.executable, "-S", "-E", str(Path(__file__).resolve()), os.environ["MOLT_WARM_WORKERS"]]
+    command = [sys.executable, "-I", "-S", str(Path(__file__).resolve()), os.environ["MOLT_WARM_WORKERS"]]
     return {**(runtime_env or {}), "py_executable": shlex.join(command)}
 
 
