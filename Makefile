@@ -1,8 +1,10 @@
-# make setup | demo | test | lint | bench | chaos      extra flags: make demo ARGS="--train.seed 1"
+# make setup | check | test | full | demo | lint | bench | chaos      extra flags: make demo ARGS="--train.seed 1"
 PYTHON := .venv/bin/python
 ARGS ?=
+# Two processes of pytest, each with a Ray session of its own; a file's tests stay together, and share its runs.
+PYTEST := $(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup demo test lint bench chaos
+.PHONY: setup demo lint check test full bench chaos
 
 setup:
 	@scripts/setup.sh
@@ -14,8 +16,17 @@ lint: setup
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 
+# After every edit: what starts no cluster and no engine.
+check: lint
+	$(PYTEST) -m "not ray and not vllm and not processes and not full" $(ARGS)
+
+# What continuous integration runs.
 test: lint
-	$(PYTHON) -m pytest $(ARGS)
+	$(PYTEST) -m "not full" $(ARGS)
+
+# Before a release: learning curves, random kills, harnesses too.
+full: lint
+	$(PYTEST) $(ARGS)
 
 # One after another: they measure, so they must not share the cores.
 bench: setup

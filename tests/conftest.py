@@ -1,6 +1,9 @@
 """What several test modules share: one Ray session, one tiny model on disk."""
 
 import os
+import tempfile
+from pathlib import Path
+from unittest import mock
 
 import hypothesis
 import pytest
@@ -13,6 +16,12 @@ hypothesis.settings.load_profile("molt")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
+def pytest_collection_modifyitems(items):
+    """Files that start clusters come first: with two processes, a long one that is left to the end would run alone."""
+    long_files = {item.path for item in items if item.get_closest_marker("ray")}
+    items.sort(key=lambda item: item.path not in long_files)
+
+
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory):
     """A tiny random Qwen3 with its character tokenizer."""
@@ -23,12 +32,20 @@ def model_dir(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def ray_session(model_dir):
-    """One local Ray for all tests that need it, with the environment that `cluster` gives its workers."""
+    """One local Ray for all tests that need it, with the environment that `cluster` gives its workers.
+
+    The value is what a subprocess needs in its environment for a Ray session of its own to use the same warm workers.
+    """
     import ray
 
-    from molt.cluster import start_ray
+    from molt.cluster import CPU_ENV, THIRD_PARTY_ENV, start_ray
     from molt.config import ActorConfig, RLConfig
+    from tests.warm_workers import serving
 
-    start_ray(RLConfig(actor=ActorConfig(model_name_or_path=model_dir)))
-    yield
-    ray.shutdown()
+    # A socket's path may have 107 characters: pytest's directories are too deep.
+    with tempfile.TemporaryDirectory(prefix="molt-") as directory:
+        with serving(Path(directory) / "workers", CPU_ENV | THIRD_PARTY_ENV) as environment:
+            with mock.patch.dict(os.environ, environment):
+                start_ray(RLConfig(actor=ActorConfig(model_name_or_path=model_dir)))
+            yield environment
+            ray.shutdown()

@@ -89,7 +89,7 @@ def test_a_policy_that_would_stay_frozen_is_refused(ray_session, model_dir, tmp_
 
 def test_a_checkpoint_without_a_critic_is_refused(ray_session, model_dir, tmp_path):
     output, prompts = tmp_path / "out", write_prompts(tmp_path / "p.jsonl", 16)
-    run(settings(model_dir, output, prompts, "--train.max_steps", "2"))
+    run(settings(model_dir, output, prompts, "--train.max_steps", "1"))
     with pytest.raises(CheckpointError, match="has no critic"):
         run(settings(model_dir, output, prompts, *GAE, "--ckpt.load_enable"))
 
@@ -108,6 +108,7 @@ def test_kl_to_a_frozen_model_adapts_its_coefficient_and_resumes_it(ray_session,
     assert coef == pytest.approx(expected, rel=1e-9) and coef[1] < coef[0] < coef[-1]
 
 
+@pytest.mark.full  # 36 steps; the formula is in tests/algo/test_advantage.py, a reference model in the test before
 def test_distillation_nears_its_teacher_without_a_reward(ray_session, model_dir, tmp_path):
     prompts = write_prompts(tmp_path / "p.jsonl", 96)
     run(settings(model_dir, tmp_path / "teacher", prompts, *QUEUE_0, "--train.max_steps", "12"))

@@ -19,9 +19,10 @@ from tests.fakes import FakeEngineWorker
 from tests.runs import events, metrics, run, settings, trained_groups, write_prompts
 
 pytestmark = pytest.mark.ray
+FULL = pytest.mark.full
 
 
-@pytest.mark.parametrize("queue", [0, 1, 2])
+@pytest.mark.parametrize("queue", [0, 1, pytest.param(2, marks=FULL)])
 def test_a_run_learns_and_leaves_what_it_promises(ray_session, model_dir, tmp_path, queue):
     prompts = write_prompts(tmp_path / "p.jsonl", 40)
     output = tmp_path / "out"
@@ -46,7 +47,7 @@ def test_a_run_learns_and_leaves_what_it_promises(ray_session, model_dir, tmp_pa
 def test_zero_advantages_move_nothing(ray_session, model_dir, tmp_path, monkeypatch):
     zero = replace(advantage.ADVANTAGES["grpo"], fn=lambda rewards, groups, ctx: torch.zeros_like(rewards))
     monkeypatch.setitem(advantage.ADVANTAGES, "grpo", zero)
-    run(settings(model_dir, tmp_path / "out", write_prompts(tmp_path / "p.jsonl", 24)))
+    run(settings(model_dir, tmp_path / "out", write_prompts(tmp_path / "p.jsonl", 12)))
     before, after = load_file(f"{model_dir}/model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -78,7 +79,7 @@ def layout_run(model_dir, directory, *more):
 
 
 @pytest.mark.parametrize("more", [
-    ("--actor.num_gpus_per_node", "2", "--train.micro_batch_size", "5"),
+    pytest.param(("--actor.num_gpus_per_node", "2", "--train.micro_batch_size", "5"), marks=FULL),
     ("--actor.num_gpus_per_node", "2", "--train.dynamic_batch_enable", "--train.max_tokens_per_gpu", "100",
      "--fsdp.packing_samples"),
 ])  # fmt: skip
@@ -106,27 +107,45 @@ def test_a_band_that_filters_everything_warns_and_then_stops(ray_session, model_
     assert [path.name for path in (output / "checkpoints").glob("step_*")] == ["step_000003"]
 
 
-def test_failed_rollouts_are_never_trained_and_are_backfilled(ray_session, model_dir, tmp_path):
-    prompts = write_prompts(tmp_path / "p.jsonl", 41, {5: "raise"})
-    run(settings(model_dir, tmp_path / "out", prompts, "--rollout.max_retries", "1",
-                 "--rollout.max_failure_rate", "0.5"))  # fmt: skip
-    trained, lost = trained_groups(tmp_path / "out"), events(tmp_path / "out", "group_discarded")
-    assert len(trained) == len(set(trained)) == 40
-    assert [e["reason"] for e in lost] == ["RuntimeError"] and "the sandbox is gone" in lost[0]["detail"]
-    assert lost[0]["group"] not in trained
-    assert sum(metrics(tmp_path / "out", "faults/RuntimeError")) == 8  # 4 rollouts x 2 attempts
+def groups(count: int) -> list[str]:
+    """The ids of the groups of one epoch of so many prompts, sorted."""
+    return sorted(f"0:{i}" for i in range(count))
 
 
-@pytest.mark.parametrize(("label", "reason", "detail"), [
-    ("hang", "timeout", "rollout.timeout_s (=10)"), ("nan", "reward_not_finite", "sevens.py:13) returned reward nan"),
+@pytest.fixture(scope="module")
+def run_with_failures(ray_session, model_dir, tmp_path_factory):
+    """A run in which the rollouts of one prompt raise and those of another have no reward."""
+    directory = tmp_path_factory.mktemp("failures")
+    prompts = write_prompts(directory / "p.jsonl", 26, {5: "raise", 9: "nan"})
+    more = ("--rollout.max_retries", "1", "--rollout.max_failure_rate", "0.5")
+    run(settings(model_dir, directory / "out", prompts, *more))
+    return directory / "out"
+
+
+def test_failed_rollouts_are_never_trained_and_are_backfilled(run_with_failures):
+    trained, lost = trained_groups(run_with_failures), events(run_with_failures, "group_discarded")
+    assert len(trained) == len(set(trained)) == 24
+    assert len(lost) == 2
+    assert sorted([*trained, *(event["group"] for event in lost)]) == groups(26)
+    assert len(metrics(run_with_failures, "train/loss")) == 6
+
+
+@pytest.mark.parametrize(("name", "detail"), [
+    ("RuntimeError", "the sandbox is gone"), ("reward_not_finite", "sevens.py:13) returned reward nan"),
 ])  # fmt: skip
-def test_a_hanging_env_and_a_nan_reward_cost_their_group_alone(ray_session, model_dir, tmp_path, label, reason, detail):
-    prompts = write_prompts(tmp_path / "p.jsonl", 21, {5: label})
-    run(settings(model_dir, tmp_path / "out", prompts, "--rollout.max_retries", "0", "--rollout.timeout_s", "10",
-                 "--rollout.max_failure_rate", "0.5"))  # fmt: skip
+def test_a_failure_is_retried_and_costs_its_group_alone(run_with_failures, name, detail):
+    lost = [event for event in events(run_with_failures, "group_discarded") if event["reason"] == name]
+    assert len(lost) == 1 and detail in lost[0]["detail"]
+    assert sum(metrics(run_with_failures, f"faults/{name}")) == 8  # 4 rollouts x 2 attempts
+
+
+def test_a_hanging_env_costs_its_group_alone(ray_session, model_dir, tmp_path):
+    prompts = write_prompts(tmp_path / "p.jsonl", 13, {5: "hang"})
+    more = ("--rollout.max_retries", "0", "--rollout.timeout_s", "10", "--rollout.max_failure_rate", "0.5")
+    run(settings(model_dir, tmp_path / "out", prompts, *more))
     (lost,) = events(tmp_path / "out", "group_discarded")
-    assert lost["reason"] == reason and detail in lost["detail"]
-    assert sorted([*trained_groups(tmp_path / "out"), lost["group"]]) == sorted(f"0:{i}" for i in range(21))
+    assert lost["reason"] == "timeout" and "rollout.timeout_s (=10)" in lost["detail"]
+    assert sorted([*trained_groups(tmp_path / "out"), lost["group"]]) == groups(13)
 
 
 def test_too_many_failures_stop_the_run_with_the_reasons_and_it_can_go_on(ray_session, model_dir, tmp_path):
@@ -180,6 +199,7 @@ def test_resume_with_settings_that_would_mix_up_the_prompts_is_refused(ray_sessi
         run(settings(model_dir, output, prompts, "--ckpt.load_enable", "--train.seed", "43"))
 
 
+@FULL  # tests/test_resume.py asks the same of runs that were killed and of runs that were stopped
 def test_at_queue_size_zero_a_resumed_run_ends_with_the_same_bits(ray_session, model_dir, tmp_path):
     prompts = write_prompts(tmp_path / "p.jsonl", 32)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -213,7 +233,7 @@ def test_a_publication_that_is_not_in_use_stops_the_run(ray_session, model_dir, 
     assert isinstance(error, MoltError) and "received, not in use" in str(error)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=FULL), 2])
 def test_an_evaluation_of_the_exported_model_gives_the_number_of_the_run(ray_session, model_dir, tmp_path, processes):
     output, prompts = tmp_path / "out", write_prompts(tmp_path / "p.jsonl", 12)
     count = ("--vllm.num_engines", str(processes), "--rollout.num_runners", str(processes))

@@ -29,6 +29,7 @@ from tests.fakes import FakeEngine
 from tests.runs import events, metrics, run, settings, trained_groups, write_prompts
 
 pytestmark = pytest.mark.ray
+FULL = pytest.mark.full
 PROMPTS = 40
 
 
@@ -145,7 +146,7 @@ def versions(output: Path) -> list[int]:
     return [event["version"] for event in events(output, "publication")]
 
 
-@pytest.mark.parametrize("engines", [1, 2])
+@pytest.mark.parametrize("engines", [1, pytest.param(2, marks=FULL)])
 def test_a_killed_engine_comes_back_with_the_published_weights(ray_session, model_dir, tmp_path, monkeypatch, engines):
     kill_after(monkeypatch, {3: "FakeEngine"})
     run(config(model_dir, tmp_path, "--vllm.num_engines", str(engines)))
@@ -157,8 +158,12 @@ def test_a_killed_engine_comes_back_with_the_published_weights(ray_session, mode
 
 
 @pytest.mark.parametrize(("engines", "method", "fault"), [
-    (1, "update_weights", "die"), (2, "update_weights", "die"), (1, "update_weights", "torn"),
-    (2, "update_weights", "torn"), (1, "start_weight_update", "hang"), (2, "logprobs", "hang"),
+    pytest.param(1, "update_weights", "die", marks=FULL),
+    (2, "update_weights", "die"),
+    pytest.param(1, "update_weights", "torn", marks=FULL),
+    (2, "update_weights", "torn"),
+    (1, "start_weight_update", "hang"),
+    pytest.param(2, "logprobs", "hang", marks=FULL),
 ])  # fmt: skip
 def test_a_publication_that_an_engine_spoils_is_repeated(ray_session, model_dir, tmp_path, engines, method, fault):
     worker = faulty(tmp_path / "flag", method, fault)
@@ -288,8 +293,8 @@ def test_a_hung_engine_is_restarted_and_its_rollouts_go_on(ray_session, model_di
 
 @pytest.mark.parametrize(("label", "kind", "said"), [
     ("block:", "runner_lost", "is replaced: no answer within train.watchdog_s (=4)"),
-    ("hang:", "silence", "no rollout has done anything for train.watchdog_s (=4); "),
-    ("deaf:", "begun_again", "no rollout has done anything for train.watchdog_s (=4); "),
+    ("hang:", "silence", "no rollout has made progress for train.watchdog_s (=4); "),
+    ("deaf:", "begun_again", "no rollout has made progress for train.watchdog_s (=4); "),
 ])  # fmt: skip
 def test_a_hung_env_is_found_shown_and_begun_again(ray_session, model_dir, tmp_path, capfd, label, kind, said):
     prompts = write_prompts(tmp_path / "p.jsonl", PROMPTS, {9: f"{label}{tmp_path / 'flag'}"})

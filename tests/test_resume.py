@@ -31,12 +31,13 @@ pytestmark = pytest.mark.ray
 ROOT = Path(__file__).parent.parent
 
 
-def run_killed(arguments: list[str], output: Path, moment: str, step: int) -> None:
+def run_killed(warm_workers: dict[str, str], arguments: list[str], output: Path, moment: str, step: int) -> None:
     """A process of its own that resumes and dies at the moment. What it leaves behind may still be ending."""
     command = [sys.executable, "-m", "tests.killed", moment, str(step), *arguments, "--ckpt.load_enable"]
     log = output.with_suffix(".log")
     with log.open("w") as file:
-        done = subprocess.run(command, cwd=ROOT, timeout=250, stdout=file, stderr=file)
+        environment = os.environ | warm_workers
+        done = subprocess.run(command, cwd=ROOT, timeout=500, stdout=file, stderr=file, env=environment)
     assert done.returncode == -signal.SIGKILL, f"not killed at {moment} {step}:\n{log.read_text()[-3000:]}"
 
 
@@ -86,7 +87,7 @@ def test_a_run_that_is_killed_five_times_ends_with_the_same_bits(ray_session, mo
         ("recorded", 8),  # between the epochs, with groups in flight
         ("ending", 16),  # after the last step
     ]:
-        run_killed(arguments, killed, moment, step)
+        run_killed(ray_session, arguments, killed, moment, step)
     run(settings(model_dir, killed, prompts, *more, "--ckpt.load_enable"))
     resumed_from = [event["step"] for event in events(killed, "resumed")]
     assert resumed_from[:4] == [-1, -1, 4, 4]  # each start, the first included, was told to resume
@@ -106,7 +107,9 @@ def test_killed_with_groups_in_the_buffer_and_in_flight_every_prompt_is_trained_
 ):
     output, prompts = tmp_path / "out", write_prompts(tmp_path / "p.jsonl", 48)
     arguments = flags(model_dir, output, prompts, "--train.async_queue_size", "2", "--ckpt.save_steps", "2")
-    run_killed(arguments, output, "trained", 8)  # in the middle of a step; 6 is saved, or was being written
+    run_killed(
+        ray_session, arguments, output, "trained", 8
+    )  # in the middle of a step; 6 is saved, or was being written
     buffered = {event["step"]: event["buffered"] for event in events(output, "checkpoint")}
     run(settings(model_dir, output, prompts, "--train.async_queue_size", "2", "--ckpt.load_enable"))
     resumed_from = events(output, "resumed")[1]["step"]

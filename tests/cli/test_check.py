@@ -266,6 +266,7 @@ NO_COLUMN = ["`data.label_key` (=lable)", "no row could be used", "Did you mean 
 NO_BASELINE = ["(=1)", "every advantage would be 0", "Use --rollout.n_samples_per_prompt 8"]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("entry", "extra", "code", "parts"),
     [

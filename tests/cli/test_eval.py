@@ -71,6 +71,7 @@ def test_every_entry_asks_for_the_evaluation_set_and_not_for_prompts(entry, run,
     assert "`eval.dataset` is not set" in shown and "data.prompt_dataset" not in shown
 
 
+@pytest.mark.processes
 def test_the_module_that_trains_becomes_the_evaluation(run):
     command = [sys.executable, "-m", "molt.cli.train_rl_ray", "--eval.eval_only", *ASKS]
     done = subprocess.run(command, capture_output=True, text=True)

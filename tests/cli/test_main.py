@@ -59,6 +59,7 @@ def test_report(inside, tmp_path, capsys):
     assert (run / "report.html").is_file() and str(run / "report.html") in capsys.readouterr().out
 
 
+@pytest.mark.processes
 def test_help_whose_reader_has_left_ends_without_a_word():
     reader, writer = os.pipe()
     os.close(reader)  # as `| head` does when it has enough

@@ -33,6 +33,9 @@ CASES = {"claude": harness.claude_code} | {
 }
 
 
+pytestmark = pytest.mark.full  # tests/chat/test_scenarios.py plays what these clients send
+
+
 def call(tool: str, command: str) -> str:
     arguments = {"command": command, "description": "a step"}
     return f"<tool_call>\n{json.dumps({'name': tool, 'arguments': arguments})}\n</tool_call>"

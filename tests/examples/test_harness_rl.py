@@ -18,7 +18,7 @@ import pytest
 from tests.runs import metrics
 from tests.tiny import QWEN3, save_tiny, tiny_qwen3
 
-pytestmark = [pytest.mark.ray, pytest.mark.vllm]
+pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.full]
 ROOT = Path(__file__).resolve().parents[2]
 CONTEXT = 32_768
 MARK, RUN_S = "MOLT_TEST_RUN", 400
