@@ -47,7 +47,9 @@ class Checkpoints:
         """The checkpoint of `step` (None: none) is the best: the oldest others are pruned, now and after each save."""
         self._protected = step
         self._may_prune = True
-        self._prune()
+        is_writing = self._writing is not None and not self._writing.done()
+        if not is_writing:  # pruning would take the directory that is being written for a leftover
+            self._prune()
 
     def hold_pruning(self) -> None:
         """Remove nothing until `protect`: an evaluation may make any checkpoint the best."""
