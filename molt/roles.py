@@ -2,10 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from molt.algo.advantage import Estimator
 from molt.config import RLConfig
 from molt.errors import ResourceError
+
+
+class Estimator(Protocol):
+    """What decides which models there are: `algo.advantage.Estimator` explains it."""
+
+    @property
+    def needs(self) -> tuple[str, ...]: ...
 
 
 @dataclass(frozen=True)

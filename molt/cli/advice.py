@@ -6,6 +6,7 @@ Disk space, prompts that are trained and evaluated, processes against cores or G
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from molt.config import CkptConfig, RLConfig
 from molt.data.rows import Rows
 from molt.errors import MoltError
 from molt.parallel import mesh
+from molt.roles import Role, roles
 
 CHECKPOINT_BYTES = 12
 """Per parameter: a float32 master and two moments."""
@@ -34,8 +36,8 @@ def advise(config: RLConfig) -> Findings:
     """What is doubtful; what `static_checks` refuses is passed over."""
     found = Findings()
     actor = config.actor.model_name_or_path
-    has_critic = _has_critic(config)
-    critic = (config.critic.model_name_or_path or actor) if has_critic else ""
+    models = _models(config)
+    critic = next((role.model for role in models if role.name == "critic"), "")
     keeps_best = config.eval.dataset is not None and config.ckpt.best_metric_key != "none"
     check_disk(found, config.ckpt, actor, critic=critic, keeps_best=keeps_best)
 
@@ -43,15 +45,17 @@ def advise(config: RLConfig) -> Findings:
         if config.data.prompt_dataset and config.eval.dataset:
             check_overlap(found, first_prompts(config), first_held_out(config), config.data.input_key)
     with suppress(MoltError):
-        _check_resources(found, config, has_critic=has_critic)
+        _check_resources(found, config, models)
     return found
 
 
-def _has_critic(config: RLConfig) -> bool:
+def _models(config: RLConfig) -> list[Role]:
+    """The models of the run; none where the estimator cannot be loaded, which `static_checks` reports."""
     try:
-        return "values" in load_estimator(config.algo.advantage.estimator).needs
+        estimator = load_estimator(config.algo.advantage.estimator)
     except MoltError:
-        return False
+        return []
+    return roles(config, estimator)
 
 
 # Disk space.
@@ -144,20 +148,17 @@ class Demand:
         return self.groups * self.each
 
 
-def _demands(config: RLConfig, *, has_critic: bool) -> list[Demand]:
-    apart = not config.train.colocate_fsdp_models
-    demands = [Demand("policy", config.actor.num_nodes, config.actor.num_gpus_per_node or 1)]
-    if apart and config.algo.reads_reference_model:
-        demands.append(Demand("reference", config.ref.num_nodes, config.ref.num_gpus_per_node or 1))
-    if apart and has_critic:
-        demands.append(Demand("critic", config.critic.num_nodes, config.critic.num_gpus_per_node or 1))
+def _demands(config: RLConfig, models: Sequence[Role]) -> list[Demand]:
+    if config.train.colocate_fsdp_models:
+        models = models[:1]  # the others share the policy's
+    demands = [Demand(role.name, role.num_nodes, role.num_gpus_per_node or 1) for role in models]
     demands.append(Demand("engines", config.vllm.num_engines, config.vllm.tensor_parallel_size))
     return demands
 
 
-def _check_resources(found: Findings, config: RLConfig, *, has_critic: bool) -> None:
+def _check_resources(found: Findings, config: RLConfig, models: Sequence[Role]) -> None:
     """Processes against cores, or GPUs asked for against GPUs present."""
-    demands = _demands(config, has_critic=has_critic)
+    demands = _demands(config, models)
     wanted = sum(demand.processes for demand in demands)
     on_cpu = mesh.resolve_device(config.fsdp.device).type == "cpu"
     if on_cpu:

@@ -27,8 +27,10 @@ from molt.data.mixture import EpochOrder
 from molt.data.prompts import PromptDataset
 from molt.data.rows import DropReport, Rows, load_rows, require_column
 from molt.errors import CheckpointError, ConfigError, DataError, MoltError, UnusableRow, did_you_mean, plural
+from molt.roles import roles
 from molt.rules import RL, Algorithm
-from molt.setting import name_of, value_of
+from molt.setting import name_of
+from molt.spec import resolve
 
 if TYPE_CHECKING:  # `molt check` imports them when it needs them
     import torch
@@ -105,6 +107,8 @@ def training_checks(config: RLConfig) -> Findings:
     has_usable_shares = rules.shares_mix_the_datasets(config) is None
     if prompts is not None and has_usable_shares and config.train.rollout_replay_dir is None:
         found.attempt(check_steps, found, config, prompts.rows)
+    if not found.errors:
+        found.attempt(resolve, config)
     return found
 
 
@@ -308,16 +312,16 @@ def check_scoring_models(
     found: Findings, config: RLConfig, algorithm: Algorithm, tokenizer: "PreTrainedTokenizerBase | None"
 ) -> None:
     """Add what is wrong with a reference and a critic that are used and are not the actor's model."""
-    settings: list[object] = []
-    if config.algo.reads_reference_model:
-        settings.append(RL.ref.model_name_or_path)
-    if "values" in algorithm.estimator.needs:
-        settings.append(RL.critic.model_name_or_path)
-
-    actor = config.actor.model_name_or_path
-    for setting in settings:
-        path = value_of(setting, config)
-        if path in ("", actor):
+    settings: dict[str, object] = {
+        "reference": RL.ref.model_name_or_path,
+        "critic": RL.critic.model_name_or_path,
+    }
+    policy, *others = roles(config, algorithm.estimator)
+    actor = policy.model
+    for role in others:
+        setting = settings[role.name]
+        path = role.model
+        if path == actor:
             continue
         other = check_trained_model(found, setting, path, config.data.chat_template, config.data.max_len, config.fsdp)
         if tokenizer is None or other is None:
