@@ -71,7 +71,7 @@ class ChatParser:
         return after_reasoning.strip()
 
     def _spoken(self, ids: list[int]) -> str:
-        """The text up to the end token, without special tokens other than those of reasoning and calls."""
+        """The text up to the end token, with the special tokens of reasoning and calls, but no others."""
         spoken = []
         for token in ids:
             if token in self._eos_ids:

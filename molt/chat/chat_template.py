@@ -73,11 +73,11 @@ class TemplateFormat:
         results = [message for message in messages if message["role"] == "tool"]
         names = tuple(result.get("name", "f") for result in results)
         stand_in = self._stand_in(marshal.dumps(tools, STABLE_FORMAT), names)
-        whole = template_text(self._tokenizer, [USER, _stand_in_answer(results), *messages], tools, prompt=True)
+        continued = template_text(self._tokenizer, [USER, _stand_in_answer(results), *messages], tools, prompt=True)
 
         answers = stand_in.calling.count(ANSWER)
-        after_answers = _text_after_occurrence(whole, answers)
-        if after_answers is None or not whole.startswith(stand_in.before):
+        after_answers = _text_after_occurrence(continued, answers)
+        if after_answers is None or not continued.startswith(stand_in.before):
             return None
 
         closing = stand_in.plain.rpartition(ANSWER)[2]
@@ -86,7 +86,7 @@ class TemplateFormat:
             end_of_turn = end_of_turn.replace(_stand_in_id(number), result.get("tool_call_id", "0"))
         if not after_answers.startswith(end_of_turn) or not end_of_turn.endswith(closing):
             return None
-        if self._thinking_retention == "template" and REASON not in whole:
+        if self._thinking_retention == "template" and REASON not in continued:
             return None
         return closing + after_answers[len(end_of_turn) :]
 

@@ -27,15 +27,15 @@ def check_round_trip(renderer: ChatRenderer, *, tools: bool = True) -> list[str]
 def _check_calls(renderer: ChatRenderer) -> list[str]:
     """Whether calls are read as the template writes them."""
     prompt = renderer.render([probes.USER], probes.TOOLS)
-    whole = renderer.render([probes.USER, probes.TWO_CALLS], probes.TOOLS, prompt=False)
-    start = _common_prefix(prompt, whole)
-    parsed = renderer.parse(whole[start:], probes.TOOLS, whole[:start])
+    rendered = renderer.render([probes.USER, probes.TWO_CALLS], probes.TOOLS, prompt=False)
+    start = _common_prefix(prompt, rendered)
+    parsed = renderer.parse(rendered[start:], probes.TOOLS, rendered[:start])
 
     read = [(call.name, decode_arguments(call.arguments)) for call in parsed.tool_calls]
     functions = [call["function"] for call in probes.TWO_CALLS["tool_calls"]]
     if read == [(function["name"], function["arguments"]) for function in functions]:
         return []
-    shown = renderer.tokenizer.decode(whole[start:])
+    shown = renderer.tokenizer.decode(rendered[start:])
     return [
         f"tool calls, as the chat template renders them (={shown!r}), are read back as {read}, "
         "so the model's calls would be missed. Use a family that `renderers` knows, or <tool_call> with JSON."
@@ -50,14 +50,14 @@ def _check_bridge(
     The turn is taken from the whole conversation, if that keeps the prompt.
     """
     prompt = renderer.render(messages, tools)
-    whole = renderer.render([*messages, answer, *new], tools)
+    rendered = renderer.render([*messages, answer, *new], tools)
     start = len(prompt)
-    keeps_prompt = whole[:start] == prompt
+    keeps_prompt = rendered[:start] == prompt
     end = None
     if keeps_prompt:
-        end = _end_of_turn(renderer, whole, start)
+        end = _end_of_turn(renderer, rendered, start)
 
-    grown = whole[:end]
+    grown = rendered[:end]
     if end is None:
         grown = prompt + renderer.tokenizer.encode(answer["content"])
     longer = renderer.bridge(grown, new, tools, sampled=len(grown) - start)
@@ -69,10 +69,10 @@ def _check_bridge(
             f"{subject} changes what was there (thinking_retention={renderer.thinking_retention}), so each starts "
             "a branch, a sample of its own. Use a chat template that keeps history, or thinking_retention all."
         ]
-    if longer and end is not None and longer != whole:
+    if longer and end is not None and longer != rendered:
         return [
             f"{subject} is continued as {show(longer[start:])!r}, but the whole conversation is rendered as "
-            f"{show(whole[start:])!r}, so the model would see another format than it was trained on. "
+            f"{show(rendered[start:])!r}, so the model would see another format than it was trained on. "
             "Use another chat template."
         ]
     return []
