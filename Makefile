@@ -15,6 +15,7 @@ demo: setup
 lint: setup
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+	.venv/bin/basedpyright --level error
 
 # After every edit: what starts no cluster and no engine.
 check: lint
