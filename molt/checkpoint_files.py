@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from molt.errors import CheckpointError
+from molt.types import Json
 
 FORMAT = 2
 """In every file that molt writes. Files of format 1 have no number, and some of them are bare lists (`LISTS`)."""
@@ -87,16 +88,16 @@ LISTS = {"buffer.json": "groups", "breaker.json": "norms"}
 """Files that were a bare list in format 1, and the key that holds this list since."""
 
 
-def write_json(path: Path, fields: Mapping[str, Any]) -> None:
+def write_json(path: Path, fields: Mapping[str, object]) -> None:
     """Write `fields` with the format number."""
     path.write_text(to_json(fields))
 
 
-def to_json(fields: Mapping[str, Any]) -> str:
+def to_json(fields: Mapping[str, object]) -> str:
     return json.dumps({NUMBER: FORMAT, **fields})
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> Json:
     """The fields of a file, without the format number and complete by `KEYS`.
 
     Raises `CheckpointError` for a file of a newer format, or without a key that it must have.
@@ -117,7 +118,7 @@ def require_known_format(path: Path, number: int) -> None:
         )
 
 
-def with_defaults(fields: Mapping[str, Any], part: str, path: Path) -> dict[str, Any]:
+def with_defaults(fields: Mapping[str, object], part: str, path: Path) -> Json:
     """`fields` and what `KEYS[part]` has for the missing ones, with a warning where that costs something.
 
     Raises `CheckpointError` where a required key is missing. path: the file, for messages.

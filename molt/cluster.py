@@ -34,6 +34,7 @@ from molt.rollout.handles import DEAD, EngineHandle, RunnerHandle
 from molt.rollout.runner_pool import GRACE_S, RunnerPool
 from molt.rollout.runner_worker import RunnerWorker
 from molt.spec import ProcessSpec
+from molt.train.breaker import Evidence
 from molt.train.critic import Critic
 from molt.train.policy import Policy
 from molt.train.policy_worker import CriticWorker, PolicyRanks, PolicyWorker, ReferenceWorker
@@ -41,6 +42,11 @@ from molt.train.rank_worker import Ranks, TokenArrayRefs
 from molt.train.reference import Reference
 from molt.types import Metric, OnEvent
 from molt.worker_settings import critic_settings, engine_settings, policy_settings, reference_settings, runner_settings
+
+ActorClass = Any
+"""A class that `ray.remote` made; Ray gives it no type."""
+ActorOptions = dict[str, Any]
+"""The options of an actor: resources and where it goes."""
 
 START_TIMEOUT_S = 1800.0
 """For loading models; a 1T model from network storage takes its time."""
@@ -109,7 +115,7 @@ class Cluster:
         async with _starting():
             await asyncio.gather(*(ranks.restart() for ranks in self._models))
 
-    async def evidence(self) -> dict[str, list[Any]]:
+    async def evidence(self) -> dict[str, list[Evidence]]:
         """By model, the steps that its breaker skipped since the last call."""
         return {ranks.name: await ranks.evidence() for ranks in self._trained}
 
@@ -168,7 +174,7 @@ def _all_models_are_local(config: RLConfig) -> bool:
 
 @asynccontextmanager
 async def started(
-    spec: ProcessSpec, on_event: OnEvent, engine_worker: Any = RolloutEngineWorker
+    spec: ProcessSpec, on_event: OnEvent, engine_worker: ActorClass = RolloutEngineWorker
 ) -> AsyncIterator[Cluster]:
     """All processes, started side by side, every one with its model loaded; they end with the block.
 
@@ -179,16 +185,19 @@ async def started(
     if spec.device.type != "cpu":
         gpus = int(ray.cluster_resources().get("GPU", 0))
     engines = _spawn_engines(spec, gpus, engine_worker)
+    placement = _place_ranks(spec, gpus)
     processes = Cluster(
         engines=_engine_group(spec, engines, on_event),
         runners=_runner_pool(spec, gpus, engines, on_event),
-        **_spawn_models(spec, gpus, engines),
+        policy=_policy_ranks(spec, placement, engines),
+        reference=placement.ranks("reference", ReferenceWorker),
+        critic=placement.ranks("critic", CriticWorker),
     )
     try:
         async with _starting():
             await asyncio.gather(
                 processes.engines.start(),
-                *_model_starts(spec, processes),
+                _start_models(spec, processes),
                 processes.runners.ready(),
             )
         yield processes
@@ -196,7 +205,7 @@ async def started(
         processes.end()
 
 
-def _spawn_engines(spec: ProcessSpec, gpus: int, engine_worker: Any) -> list[EngineHandle]:
+def _spawn_engines(spec: ProcessSpec, gpus: int, engine_worker: ActorClass) -> list[EngineHandle]:
     options = SPREAD
     if gpus:  # where GPUs are free decides where an engine goes
         options = {"num_cpus": 0, "num_gpus": spec.config.vllm.tensor_parallel_size}
@@ -224,7 +233,7 @@ def _runner_pool(spec: ProcessSpec, gpus: int, engines: list[EngineHandle], on_e
     if not engines:  # a replay
         count = 0
 
-    actor: Any = RunnerWorker
+    actor: ActorClass = RunnerWorker
 
     def spawn(name: str) -> RunnerHandle:
         return actor.options(**SPREAD).remote(settings, engines, name)
@@ -245,29 +254,52 @@ def _publication_s(spec: ProcessSpec) -> float:
     return CALL_TIMEOUT_S + spec.config.rollout.timeout_s
 
 
-def _spawn_models(spec: ProcessSpec, gpus: int, engines: list[EngineHandle]) -> dict[str, Any]:
-    """The ranks of every model by the name of its field in `Cluster`."""
+@dataclass(frozen=True)
+class _RankPlacement:
+    """Where the ranks of every model run."""
+
+    counts: dict[str, int]
+    """Ranks by role."""
+    options: list[ActorOptions]
+    """Ray's options for rank 0, 1, ... of any model."""
+    timeout_s: float
+    """For one call on all ranks of a model."""
+
+    def ranks(self, role: str, worker: ActorClass) -> Ranks | None:
+        """The ranks of a role, or None if the run does not have it."""
+        if role not in self.counts:
+            return None
+        return Ranks(partial(_spawn, worker, self.options), self.counts[role], name=role, timeout_s=self.timeout_s)
+
+
+def _place_ranks(spec: ProcessSpec, gpus: int) -> _RankPlacement:
     config = spec.config
-    tensor_parallel = config.vllm.tensor_parallel_size
     colocated = config.train.colocate_fsdp_models
-    counts = {"policy": 0}
+    counts = {"policy": 0}  # an evaluation
     if spec.roles:
-        engine_gpus = spec.num_engines * tensor_parallel
+        engine_gpus = spec.num_engines * config.vllm.tensor_parallel_size
         counts = assign_ranks(spec.roles, gpus=gpus, engine_gpus=engine_gpus, colocated=colocated)
-    # A rank knows more about a weight sync that fails than the driver does, so the driver waits a little longer.
-    timeout_s = _publication_s(spec) + GRACE_S
-    options = _rank_options(counts, gpus, colocated=colocated)
-    policy = PolicyRanks(partial(_spawn, PolicyWorker, options), counts["policy"], name="policy", timeout_s=timeout_s)
-    policy.meeting(engines, spec.weight_transfer, tensor_parallel, _publication_s(spec))
-    models: dict[str, Any] = {"policy": policy, "reference": None, "critic": None}
-    for name, worker in (("reference", ReferenceWorker), ("critic", CriticWorker)):
-        if name in counts:
-            models[name] = Ranks(partial(_spawn, worker, options), counts[name], name=name, timeout_s=timeout_s)
-    return models
+    return _RankPlacement(
+        counts=counts,
+        options=_rank_options(counts, gpus, colocated=colocated),
+        # A rank knows more about a weight sync that fails than the driver does, so the driver waits a little longer.
+        timeout_s=_publication_s(spec) + GRACE_S,
+    )
 
 
-def _model_starts(spec: ProcessSpec, processes: Cluster) -> list[Any]:
-    """The start of every model that the run has, to be awaited."""
+def _policy_ranks(spec: ProcessSpec, placement: _RankPlacement, engines: list[EngineHandle]) -> PolicyRanks:
+    policy = PolicyRanks(
+        partial(_spawn, PolicyWorker, placement.options),
+        placement.counts["policy"],
+        name="policy",
+        timeout_s=placement.timeout_s,
+    )
+    policy.meeting(engines, spec.weight_transfer, spec.config.vllm.tensor_parallel_size, _publication_s(spec))
+    return policy
+
+
+async def _start_models(spec: ProcessSpec, processes: Cluster) -> None:
+    """Load every model of the run, side by side."""
     starts = []
     for role in spec.roles:
         if role.name == "policy":
@@ -276,10 +308,10 @@ def _model_starts(spec: ProcessSpec, processes: Cluster) -> list[Any]:
             starts.append(processes.reference.start(Reference, reference_settings(spec, role)))
         elif processes.critic is not None:
             starts.append(processes.critic.start(Critic, critic_settings(spec, role)))
-    return starts
+    await asyncio.gather(*starts)
 
 
-def _rank_options(counts: dict[str, int], gpus: int, *, colocated: bool) -> list[dict[str, Any]]:
+def _rank_options(counts: dict[str, int], gpus: int, *, colocated: bool) -> list[ActorOptions]:
     """Ray's options for rank 0, 1, ... of any model: a GPU each, or a share of the policy's GPU if `colocated`."""
     most = max(counts.values())
     if gpus == 0:
@@ -296,7 +328,7 @@ def _rank_options(counts: dict[str, int], gpus: int, *, colocated: bool) -> list
     return options
 
 
-def _spawn(worker: Any, options: Sequence[dict[str, Any]], index: int) -> ActorHandle:
+def _spawn(worker: ActorClass, options: Sequence[ActorOptions], index: int) -> ActorHandle:
     return worker.options(**options[index]).remote()
 
 

@@ -13,6 +13,7 @@ import ray
 from ray.exceptions import RayTaskError
 
 from molt import cluster
+from molt.cluster import ActorClass
 from molt.config import RLConfig
 from molt.errors import MoltError
 from molt.recovery import run_to_the_end
@@ -27,7 +28,7 @@ REPORT_S = 300
 """For drawing the report page."""
 
 
-def run_rl(config: RLConfig, engine_worker: Any = RolloutEngineWorker) -> None:
+def run_rl(config: RLConfig, engine_worker: ActorClass = RolloutEngineWorker) -> None:
     """One whole run. Raises a `MoltError` when it cannot go on; what was trained is saved by then, if ranks are left.
 
     engine_worker: the Ray actor class of an `Engine`; the tests have one without vLLM.
@@ -40,19 +41,21 @@ def run_rl(config: RLConfig, engine_worker: Any = RolloutEngineWorker) -> None:
         subprocess.run(command, check=False, timeout=REPORT_S)
 
 
-def run_evaluation(config: RLConfig, engine_worker: Any = RolloutEngineWorker) -> tuple[Answers, float]:
+def run_evaluation(config: RLConfig, engine_worker: ActorClass = RolloutEngineWorker) -> tuple[Answers, float]:
     """`molt eval`: the model's answers to `eval.dataset`, and the seconds they took. No trainer is built."""
     spec = resolve_evaluation(config)
     return _in_ray(config, partial(drive_evaluation, spec, engine_worker))
 
 
-async def drive(spec: RunSpec, engine_worker: Any = RolloutEngineWorker) -> None:
+async def drive(spec: RunSpec, engine_worker: ActorClass = RolloutEngineWorker) -> None:
     """One run inside a Ray session."""
     async with started(spec, engine_worker) as run:
         await run_to_the_end(run)
 
 
-async def drive_evaluation(spec: EvaluationSpec, engine_worker: Any = RolloutEngineWorker) -> tuple[Answers, float]:
+async def drive_evaluation(
+    spec: EvaluationSpec, engine_worker: ActorClass = RolloutEngineWorker
+) -> tuple[Answers, float]:
     """One evaluation inside a Ray session: the answers and the seconds they took."""
     config = spec.config
     async with cluster.started(spec.processes, ignore_event, engine_worker) as processes, asyncio.TaskGroup() as tasks:

@@ -88,6 +88,15 @@ class StalledError(MoltError, TimeoutError):
     """Nothing made progress for longer than the bound."""
 
 
+def first_error(errors: BaseExceptionGroup[MoltError]) -> MoltError:
+    """The first error inside nested groups."""
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, MoltError)
+    return error
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """` Did you mean 'x'?` for the nearest of `known`, or an empty string."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)

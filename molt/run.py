@@ -9,14 +9,14 @@ from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from molt import cluster
 from molt.chat.render import Renderer, load_renderer
-from molt.cluster import Cluster
+from molt.cluster import ActorClass, Cluster
 from molt.config import RLConfig
 from molt.config_file import dump
-from molt.errors import MoltError, UnusableRow
+from molt.errors import MoltError, UnusableRow, first_error
 from molt.publish.publication import Publisher
 from molt.records.best import BestModel
 from molt.records.checkpoints import Checkpoints
@@ -115,7 +115,7 @@ async def export_policy(policy: Policy, config: RLConfig, path: Path) -> None:
 
 
 @asynccontextmanager
-async def started(spec: RunSpec, engine_worker: Any = RolloutEngineWorker) -> AsyncIterator[Run]:
+async def started(spec: RunSpec, engine_worker: ActorClass = RolloutEngineWorker) -> AsyncIterator[Run]:
     """A run whose directory is open and whose processes are up and watched; everything ends with the block.
 
     Whatever stops the run, the checkpoint that is being written is completed. engine_worker: as in `cluster.started`.
@@ -291,13 +291,6 @@ async def _report_to(shutdown: Shutdown, watching: Awaitable[None]) -> None:
         await watching
     except* MoltError as errors:
         shutdown.fail(first_error(errors))
-
-
-def first_error(error: BaseException) -> Any:
-    """The first error inside nested groups."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 async def _complete_checkpoint(checkpoints: Checkpoints) -> None:

@@ -7,7 +7,6 @@ model. `molt check` calls it too, so what it refuses is known in seconds.
 import math
 import sys
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -23,7 +22,7 @@ from molt.records.state import refuse_other_run
 from molt.roles import Role, roles
 from molt.rollout.dump import check_dump, dumped_batches
 from molt.train.checkpoint import latest_checkpoint
-from molt.types import EVALUATION_EPOCH, Prompt
+from molt.types import EVALUATION_EPOCH, Json, Prompt
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class RunSpec:
     processes: ProcessSpec
     stream: PromptStream
     eval_prompts: list[Prompt]
-    identity: dict[str, Any]
+    identity: Json
     """What must be equal for a place in the prompt stream to mean the same prompt and group."""
 
     @property
@@ -59,7 +58,7 @@ class RunSpec:
         return self.processes.total_batches
 
     @property
-    def checkpoint_identity(self) -> dict[str, Any]:
+    def checkpoint_identity(self) -> Json:
         """What must be equal to resume a checkpoint: a replay has no ledger, and other runs have no stored batches."""
         return self.identity | {"replay": self.config.train.rollout_replay_dir is not None}
 
@@ -128,7 +127,7 @@ def evaluation_prompts(config: RLConfig) -> list[Prompt]:
     return prompts
 
 
-def run_identity(config: RLConfig, stream: PromptStream) -> dict[str, Any]:
+def run_identity(config: RLConfig, stream: PromptStream) -> Json:
     """JSON-able; see `RunSpec.identity`."""
     return {
         **stream.order.identity,
@@ -138,7 +137,7 @@ def run_identity(config: RLConfig, stream: PromptStream) -> dict[str, Any]:
     }
 
 
-def _total_batches(config: RLConfig, stream: PromptStream, identity: dict[str, Any]) -> int:
+def _total_batches(config: RLConfig, stream: PromptStream, identity: Json) -> int:
     """Training batches of the whole run."""
     if config.train.rollout_replay_dir is not None:
         available = dumped_batches(config.train.rollout_replay_dir, identity)

@@ -56,6 +56,10 @@ class Lineage:
 NO_ROLLBACK = Lineage()
 
 
+Json = dict[str, Any]
+"""A JSON object."""
+
+
 class OnEvent(Protocol):
     """Takes one line of `events.jsonl`."""
 

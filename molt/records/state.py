@@ -1,13 +1,13 @@
 """The driver's part of a checkpoint as one value: `loop.json`, and the finished groups beside it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from molt.checkpoint_files import read_json, to_json, with_defaults
 from molt.train.checkpoint import checkpoint_step, require_same_run
-from molt.types import EMPTY_LEDGER, NO_ROLLBACK, Group, Ledger, Lineage
+from molt.types import EMPTY_LEDGER, NO_ROLLBACK, Group, Json, Ledger, Lineage
 
 FILE = "loop.json"
 
@@ -34,7 +34,7 @@ class RunState:
     trips: tuple[int, ...] = ()
     """Steps at which the breaker tripped."""
     ledger: Ledger = field(default_factory=lambda: EMPTY_LEDGER)
-    identity: dict[str, Any] = field(default_factory=dict)
+    identity: Json = field(default_factory=dict)
     """`RunSpec.checkpoint_identity` of the run."""
     finished: tuple[Group, ...] = ()
     """The buffer: finished groups that are not trained yet."""
@@ -87,7 +87,7 @@ def best_in_checkpoint(checkpoint: Path) -> Best | None:
     return complete_best(read_json(path)["best"], path)
 
 
-def refuse_other_run(checkpoint: Path, identity: dict[str, Any]) -> None:
+def refuse_other_run(checkpoint: Path, identity: Json) -> None:
     """Raise `CheckpointError` if the checkpoint was made under settings that give its places other prompts."""
     require_same_run(checkpoint, read_json(checkpoint / FILE)["data"], identity)
 
@@ -99,7 +99,7 @@ def read_best(path: Path) -> Best | None:
     return complete_best(read_json(path), path)
 
 
-def complete_best(saved: Mapping[str, Any] | None, path: Path) -> Best | None:
+def complete_best(saved: Json | None, path: Path) -> Best | None:
     """A best evaluation as saved in `path`, or None where a part of it is missing."""
     if saved is None:
         return None
@@ -109,7 +109,7 @@ def complete_best(saved: Mapping[str, Any] | None, path: Path) -> Best | None:
     return {"step": best["step"], "metric": best["metric"], "value": best["value"]}
 
 
-def complete_ledger(saved: Mapping[str, Any], trained: int, places: Sequence[int], path: Path) -> Ledger:
+def complete_ledger(saved: Json, trained: int, places: Sequence[int], path: Path) -> Ledger:
     """The ledger of a checkpoint. Where the next position is missing, it is counted from what the ledger should hold.
 
     trained: groups trained up to the checkpoint. places: of the finished groups in the prompt stream.

@@ -5,7 +5,6 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from molt.report.metrics import merge
 from molt.report.rollouts import write_rollouts
 from molt.report.sinks import RunLog
 from molt.rollout.dump import abandon_dump, dump_batch
-from molt.types import Group, Metric, PolicyFailure, RolloutInfo, Sample
+from molt.types import Group, Json, Metric, PolicyFailure, RolloutInfo, Sample
 
 NEARLY_ALL = 0.99
 """A step of which this fraction of the trained tokens is filtered warns."""
@@ -70,7 +69,7 @@ class StepRecords:
             raise TrainingError(f"{message} Then resume with --ckpt.load_enable.")
         print(message, file=sys.stderr)
 
-    def evidence(self, step: int, groups: Sequence[Group], skipped: dict[str, Any]) -> Path:
+    def evidence(self, step: int, groups: Sequence[Group], skipped: Json) -> Path:
         """Write why the breaker skipped steps of the batch that was just trained, and the batch, to a file.
 
         skipped: by model, the steps that its breaker skipped.
@@ -97,10 +96,10 @@ class StepRecords:
             abandon_dump(self.dump_dir, step)
         self.filtered_steps = 0
 
-    async def _rows(self, groups: Sequence[Group], advantages: Advantages, version: int) -> list[dict[str, Any]]:
+    async def _rows(self, groups: Sequence[Group], advantages: Advantages, version: int) -> list[Json]:
         """At most `logger.rollouts_per_step` rows of the viewer's table; -1: all."""
         limit = self.rollouts_per_step
-        rows: list[dict[str, Any]] = []
+        rows: list[Json] = []
         for group, of_rollouts in zip(groups, advantages, strict=True):
             if 0 <= limit <= len(rows):
                 break
@@ -145,7 +144,7 @@ def rollout_metrics(group: Group) -> dict[str, Metric]:
 
 def rollout_rows(
     group: Group, advantages: Sequence[float | None], samples: Sequence[Sequence[Sample]], version: int
-) -> list[dict[str, Any]]:
+) -> list[Json]:
     """The rows of `rollouts/step_*.parquet` for one group: one per segment."""
     rows = []
     for rollout, advantage, segments in zip(group.rollouts, advantages, samples, strict=True):

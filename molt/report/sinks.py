@@ -18,9 +18,10 @@ from rich.progress import Progress
 from molt.config import LoggerConfig
 from molt.report.console import run_console, step_line
 from molt.report.rollouts import step_of
+from molt.types import Json
 
 
-def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+def read_jsonl(path: Path) -> Iterator[Json]:
     """The objects of a file; a line torn by a crash is dropped, a missing file is empty."""
     if not path.exists():
         return
@@ -31,7 +32,7 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
             continue
 
 
-def json_line(record: dict[str, Any]) -> str:
+def json_line(record: Json) -> str:
     """One line of valid JSON: non-finite numbers become null, which JSON has no other word for."""
     text = json.dumps(record, default=_to_json)
     finite = json.loads(text, parse_constant=_null)
@@ -168,7 +169,7 @@ class RunLog(ExitStack):
             self._console.print(f"TensorBoard lost {self.lost_points} steps; metrics.jsonl has them")
 
 
-def _has_evaluation(metrics: Mapping[str, Any]) -> bool:
+def _has_evaluation(metrics: Mapping[str, object]) -> bool:
     return any(name.startswith("eval/") for name in metrics)
 
 
@@ -207,7 +208,7 @@ def _abandon(run_dir: Path, step: int) -> list[int]:
     return sorted(steps)
 
 
-def _write(path: Path, records: list[dict[str, Any]]) -> None:
+def _write(path: Path, records: list[Json]) -> None:
     aside = path.with_name(path.name + ".new")
     with aside.open("w", encoding="utf-8") as file:
         for record in records:

@@ -9,14 +9,13 @@ There is no pickle in either. A rollout dump has the same two files for every ba
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from molt.checkpoint_files import FORMAT, NUMBER, read_json, require_known_format, with_defaults, write_json
 from molt.errors import CheckpointError
 from molt.rollout.samples import describe
-from molt.types import Group, InfraFailure, PolicyFailure, Prompt, RolloutInfo, Sample, SampleInfo, Scored
+from molt.types import Group, InfraFailure, Json, PolicyFailure, Prompt, RolloutInfo, Sample, SampleInfo, Scored
 
 RolloutSamples = list[list[Sample]]
 """The samples of one group, `[rollout][segment]`."""
@@ -118,7 +117,7 @@ class _SampleReader:
         )
 
 
-def _group_record(group: Group) -> dict[str, Any]:
+def _group_record(group: Group) -> Json:
     if not group.finished:
         raise ValueError(f"group {group.prompt.group_id} is still running: only finished groups have records")
     return {
@@ -129,7 +128,7 @@ def _group_record(group: Group) -> dict[str, Any]:
     }
 
 
-def _rollout_record(rollout: RolloutInfo) -> dict[str, Any]:
+def _rollout_record(rollout: RolloutInfo) -> Json:
     """A rollout as JSON. The failures of earlier attempts are already counted and not kept."""
     return {
         "group_id": rollout.group_id,
@@ -143,7 +142,7 @@ def _rollout_record(rollout: RolloutInfo) -> dict[str, Any]:
     }
 
 
-def _outcome_record(outcome: Scored | PolicyFailure | InfraFailure) -> dict[str, Any]:
+def _outcome_record(outcome: Scored | PolicyFailure | InfraFailure) -> Json:
     if isinstance(outcome, PolicyFailure):
         return {"reward": outcome.reward, "reason": outcome.reason}
     if isinstance(outcome, Scored):
@@ -152,7 +151,7 @@ def _outcome_record(outcome: Scored | PolicyFailure | InfraFailure) -> dict[str,
 
 
 def _load_rollout(
-    path: Path, saved: dict[str, Any], group_id: str, index: int, reader: _SampleReader
+    path: Path, saved: Json, group_id: str, index: int, reader: _SampleReader
 ) -> tuple[RolloutInfo, list[Sample]]:
     record = with_defaults(saved, "buffer.json rollout", path)
     segments: list[Sample] = []
@@ -184,7 +183,7 @@ def _load_rollout(
     return rollout, segments
 
 
-def _load_outcome(path: Path, saved: dict[str, Any]) -> Scored | PolicyFailure:
+def _load_outcome(path: Path, saved: Json) -> Scored | PolicyFailure:
     record = with_defaults(saved, "buffer.json outcome", path)
     reward = record["reward"]
     if record["reason"] is not None:

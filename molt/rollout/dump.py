@@ -9,12 +9,11 @@
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from molt.checkpoint_files import read_json, write_json
 from molt.errors import DataError
 from molt.rollout.buffer import save_buffer
-from molt.types import Group, Sample
+from molt.types import Group, Json, Sample
 
 DUMP_FILE = "dump.json"
 OWNER = "output_dir"
@@ -25,7 +24,7 @@ def batch_dir(folder: Path, step: int) -> Path:
     return folder / f"step_{step:06d}"
 
 
-def check_dump(folder: Path, identity: dict[str, Any], *, resumes: bool, output_dir: Path) -> None:
+def check_dump(folder: Path, identity: Json, *, resumes: bool, output_dir: Path) -> None:
     """Raise `DataError` when `folder` has batches of another run, which a replay would mix with this run's.
 
     resumes: this run continues the one in `output_dir`, so its own batches may be there.
@@ -41,7 +40,7 @@ def check_dump(folder: Path, identity: dict[str, Any], *, resumes: bool, output_
     _require_same(folder, identity, "train.rollout_dump_dir")
 
 
-def begin_dump(folder: Path, identity: dict[str, Any], *, after_step: int, output_dir: Path) -> None:
+def begin_dump(folder: Path, identity: Json, *, after_step: int, output_dir: Path) -> None:
     """Dump from now on the batches after `after_step`; later ones that are there are removed. -1: all."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / DUMP_FILE, identity | {OWNER: _owner(output_dir)})
@@ -59,7 +58,7 @@ def _owner(output_dir: Path) -> str:
     return str(output_dir.resolve())
 
 
-def _read(folder: Path) -> dict[str, Any]:
+def _read(folder: Path) -> Json:
     """The contents of dump.json; {} where there is none."""
     path = folder / DUMP_FILE
     if not path.exists():
@@ -67,7 +66,7 @@ def _read(folder: Path) -> dict[str, Any]:
     return read_json(path)
 
 
-def _require_same(folder: Path, identity: dict[str, Any], flag: str) -> None:
+def _require_same(folder: Path, identity: Json, flag: str) -> None:
     made_with = _read(folder)
     made_with.pop(OWNER, None)
     if made_with and made_with != identity:
@@ -77,7 +76,7 @@ def _require_same(folder: Path, identity: dict[str, Any], flag: str) -> None:
         )
 
 
-def dumped_batches(folder: Path, identity: dict[str, Any]) -> int:
+def dumped_batches(folder: Path, identity: Json) -> int:
     """How many batches, counted from the first one, are there without a gap. Raises `DataError` if there is none."""
     _require_same(folder, identity, "train.rollout_replay_dir")
     steps = 0

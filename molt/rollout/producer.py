@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from molt.config import RolloutConfig
 from molt.data.prompts import PromptStream
-from molt.errors import AgentError, FailureRateError, MoltError, StalledError, UnusableRow
+from molt.errors import AgentError, FailureRateError, MoltError, StalledError, UnusableRow, first_error
 from molt.rare_gc import collect_rarely
 from molt.rollout.admission import Tally, may_start, select_batch
 from molt.rollout.failures import MIN_WINDOW, FailureWindow
@@ -123,7 +123,7 @@ class Producer:
             await self._fill_all()
             self.failures.check(min_attempts=1)  # a short run that only failed must not end as a success
         except* MoltError as errors:
-            self.shutdown.end_of_groups(_first(errors))
+            self.shutdown.end_of_groups(first_error(errors))
         self.ended = True
         self._notify()
 
@@ -405,12 +405,3 @@ def _refuse_images(group: Group, result: GroupResult) -> None:
                 "built yet, and without them every log-prob would be another. Show the agent text, keep such calls out "
                 "of training (header `x-molt-train: 0`, `ctx.exclude`), or measure with `molt eval`."
             )
-
-
-def _first(errors: BaseExceptionGroup[MoltError]) -> MoltError:
-    """The first error of nested groups."""
-    error: BaseException = errors
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    assert isinstance(error, MoltError)
-    return error
