@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from molt.errors import AgentError, ConfigError, MoltError, UnusableRow, described
-from molt.types import InfraFailure, Media, Prompt, Turn
 from molt.user_module import raised_at
 
 if TYPE_CHECKING:  # `molt agent check --help` is instant
@@ -21,6 +20,7 @@ if TYPE_CHECKING:  # `molt agent check --help` is instant
     from molt.agents.step_runner import Episode, EpisodeContext
     from molt.chat.render import Renderer
     from molt.chat.tree import Tree
+    from molt.types import Media, Prompt, Turn
 
 MAX_TURNS = 64
 DEFAULT_ANSWER = "hello"
@@ -108,6 +108,8 @@ async def _check(arguments: argparse.Namespace) -> int:
 
 async def _play(runner: "Runner", context: "EpisodeContext", arguments: argparse.Namespace) -> "Episode":
     """The episode. Raises a MoltError for what would fail a rollout in a run."""
+    from molt.types import InfraFailure
+
     agent = arguments.file
     deadline = asyncio.timeout(arguments.timeout_s)
     try:
@@ -134,8 +136,10 @@ async def _play(runner: "Runner", context: "EpisodeContext", arguments: argparse
 # The prompt.
 
 
-def _prompt(arguments: argparse.Namespace) -> Prompt:
+def _prompt(arguments: argparse.Namespace) -> "Prompt":
     """From a row of the dataset, or from the command line. Raises a MoltError."""
+    from molt.types import Prompt
+
     if arguments.data is not None:
         return _prompt_of_row(arguments)
     messages = None
@@ -156,7 +160,7 @@ def _prompt(arguments: argparse.Namespace) -> Prompt:
     )
 
 
-def _prompt_of_row(arguments: argparse.Namespace) -> Prompt:
+def _prompt_of_row(arguments: argparse.Namespace) -> "Prompt":
     from molt.config import PromptDataConfig
     from molt.data.prompts import PromptDataset
     from molt.data.rows import load_rows
@@ -207,7 +211,7 @@ def _tools(path: str | None) -> list[dict[str, Any]] | None:
         raise ConfigError(f"--tools {path}: {error}; no tools can be offered. Name a JSON list of schemas.") from error
 
 
-def _shown(prompt: Prompt) -> str:
+def _shown(prompt: "Prompt") -> str:
     """The prompt for people: text, or one message a line."""
     if prompt.messages is None:
         return str(prompt.text)
@@ -229,9 +233,13 @@ class ScriptedModel:
         self._answers = itertools.chain(answers, itertools.repeat(answers[-1]))
         self._end_ids = end_ids
 
-    async def answer(self, prompt_ids: list[int], max_tokens: int, *_: object, media: tuple[Media, ...] = ()) -> Turn:
+    async def answer(
+        self, prompt_ids: list[int], max_tokens: int, *_: object, media: "tuple[Media, ...]" = ()
+    ) -> "Turn":
         """The next answer, as sampled by weights of version 0."""
         import numpy as np
+
+        from molt.types import Turn
 
         spelled = self._renderer.tokenizer.encode(next(self._answers), add_special_tokens=False)
         complete = [*spelled, *self._end_ids]
@@ -268,7 +276,7 @@ def _report(episode: "Episode", renderer: "Renderer") -> str:
     return "\n".join(lines)
 
 
-def _tree_of(turns: list[Turn]) -> "Tree":
+def _tree_of(turns: "list[Turn]") -> "Tree":
     """The one stream of an `Env`."""
     from molt.chat.tree import Tree
 

