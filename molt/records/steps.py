@@ -11,6 +11,7 @@ import numpy as np
 from molt.chat.render import Renderer
 from molt.config import RLConfig
 from molt.errors import TrainingError
+from molt.records.notices import Notices
 from molt.report.metrics import merge
 from molt.report.rollouts import write_rollouts
 from molt.report.sinks import RunLog
@@ -36,6 +37,7 @@ class StepRecords:
         self.rollouts_per_step = config.logger.rollouts_per_step
         self.dump_dir = config.train.rollout_dump_dir
         self.advantage = config.algo.advantage
+        self.notices = Notices()
         self.filtered_steps = 0
         """Steps in a row, up to now, of which nearly everything was filtered."""
 
@@ -44,6 +46,7 @@ class StepRecords:
     ) -> None:
         """version: of the weights that the batch was trained on."""
         self.log.step(step, metrics)
+        self.notices.look(step, metrics)
         if len(groups) < self.batch_size:
             self.log.event("small_batch", step=step, groups=len(groups))
             print(f"step {step}: no prompt is left, so the batch has only {len(groups)} groups", file=sys.stderr)

@@ -1,0 +1,59 @@
+"""What a run says once on the console, where the number alone would be overlooked in `metrics.jsonl`."""
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+LONG_LAG_S = 1.0
+"""Of a runner's event loop: in this time every other rollout of the runner could have gone on."""
+
+
+@dataclass(frozen=True)
+class Notice:
+    """A metric that deserves a sentence."""
+
+    prefix: str
+    """Of the metric's name."""
+    is_due: Callable[[float], bool]
+    text: str
+    """`str.format` text of `name` (the metric), `last` (the part of the name after the prefix) and `value`."""
+
+
+def _is_long(seconds: float) -> bool:
+    return seconds > LONG_LAG_S
+
+
+def _occurs(count: float) -> bool:
+    return count > 0
+
+
+NOTICES = (
+    Notice(
+        prefix="perf/runner_lag_max",
+        is_due=_is_long,
+        text="the agent's code blocked a runner for {value:.1f} s (`{name}`), and all its other rollouts waited. "
+        "docs/agents.md, 'What must not happen in an agent', says how to find it.",
+    ),
+    Notice(
+        prefix="rollout/info/chat_ignored_",
+        is_due=_occurs,
+        text="the agent's client asks for {last} of its own (`{name}`), which is ignored: the run's sampling is what is "
+        "trained. docs/chat_agents.md, 'What the server does', says why.",
+    ),
+)
+
+
+class Notices:
+    """Remembers what has been said."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+
+    def look(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Print every notice that the metrics of a step call for, each metric once a run."""
+        for name, value in metrics.items():
+            for notice in NOTICES:
+                if name.startswith(notice.prefix) and notice.is_due(value) and name not in self._said:
+                    self._said.add(name)
+                    last = name.removeprefix(notice.prefix)
+                    print(f"step {step}: {notice.text.format(name=name, last=last, value=value)}", file=sys.stderr)

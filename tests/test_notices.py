@@ -1,0 +1,24 @@
+"""What is said once a run."""
+
+from molt.records.notices import Notices
+
+
+def test_a_blocked_runner_is_named_once(capsys):
+    notices = Notices()
+    notices.look(1, {"perf/runner_lag_max": 0.9})
+    assert capsys.readouterr().err == ""
+    notices.look(2, {"perf/runner_lag_max": 2.34})
+    line = capsys.readouterr().err
+    assert line.startswith("step 2: the agent's code blocked a runner for 2.3 s (`perf/runner_lag_max`)")
+    assert "docs/agents.md" in line
+    notices.look(3, {"perf/runner_lag_max": 5.0})
+    assert capsys.readouterr().err == ""
+
+
+def test_each_setting_of_a_client_that_is_ignored_is_named_once(capsys):
+    notices = Notices()
+    notices.look(1, {"rollout/info/chat_ignored_temperature": 0.5, "rollout/info/chat_ignored_top_p": 0.0})
+    line = capsys.readouterr().err
+    assert line.startswith("step 1: the agent's client asks for temperature of its own")
+    notices.look(2, {"rollout/info/chat_ignored_temperature": 0.5, "rollout/info/chat_ignored_top_p": 1.0})
+    assert "asks for top_p of its own" in capsys.readouterr().err
