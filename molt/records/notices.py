@@ -37,7 +37,7 @@ NOTICES = (
     Notice(
         prefix="rollout/info/chat_ignored_",
         is_due=_occurs,
-        text="the agent's client asks for {last} of its own (`{name}`), which is ignored: the run's sampling is what is "
+        text="the agent's client asks for {last} of its own (`{name}`), which is ignored: the run's sampling is "
         "trained. docs/chat_agents.md, 'What the server does', says why.",
     ),
 )
