@@ -175,7 +175,7 @@ def test_many_agents_with_synchronous_clients_do_not_wait_for_themselves():
     class Agent(ChatAgent):
         async def run(self, ctx):
             def call():
-                with OpenAI(base_url=ctx.openai_url, api_key="x", max_retries=0, timeout=30) as client:
+                with OpenAI(base_url=ctx.openai_url, api_key="x", max_retries=0, timeout=120) as client:
                     return client.chat.completions.create(model="policy", messages=ctx.prompt)
 
             await asyncio.to_thread(call)
@@ -185,7 +185,7 @@ def test_many_agents_with_synchronous_clients_do_not_wait_for_themselves():
         runner, prompt = ChatAgentRunner(Agent), Prompt(0, 0, 0, messages=SAY, text=None)
         chat = ChatRenderer(TOKENIZER, [END_ID])
         contexts = [EpisodeContext(prompt, Model("x"), None, 7, 500, chat=chat) for _ in range(40)]
-        async with asyncio.timeout(25):
+        async with asyncio.timeout(110):
             done = await asyncio.gather(*(runner.run(context) for context in contexts))
         await (await runner._server).__aexit__()
         return done

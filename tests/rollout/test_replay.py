@@ -52,6 +52,7 @@ def test_a_dump_holds_one_lineage_of_one_run(tmp_path):
     assert dumped_batches(tmp_path, {"seed": 1}) == 2
 
 
+@pytest.mark.ray
 def test_without_a_first_batch_there_is_nothing_to_replay(ray_session, model_dir, tmp_path):
     replay = ("--train.rollout_replay_dir", str(tmp_path / "empty"))
     with pytest.raises(
