@@ -117,15 +117,8 @@ def check_failures(answers: "Answers", limit: float) -> str:
 def _failure_table(reasons: Counter[str], details: dict[str, str]) -> str:
     lines: list[str] = []
     for reason, count in reasons.most_common():
-        lines.append(f"  {count:5d}  {_failure(reason, details[reason])}")
+        lines.append(f"  {count:5d}  {reason}: {details[reason]}")
     return "\n".join(lines)
-
-
-def _failure(reason: str, detail: str) -> str:
-    """Reason and detail; the `repr` of an error has its name already."""
-    if detail.startswith(f"{reason}("):
-        return detail
-    return f"{reason}: {detail}"
 
 
 def _table(sources: Numbers, title: str) -> Table:

@@ -21,6 +21,7 @@ from molt.rollout.model_calls import FREE, TRAINED, ModelCalls, RolloutKey, Seed
 from molt.rollout.samples import describe, to_sample
 from molt.rollout.watchdog import LoopLag, RolloutState
 from molt.types import InfraFailure, RolloutInfo, Sample
+from molt.user_module import raised_at
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ class AgentHost:
                 raise  # otherwise the cancellation is one of the agent's tasks
             if isinstance(error, TimeoutError) and deadline.expired():  # otherwise it is a time limit of the agent
                 raise InfraFailure("timeout", f"no end within rollout.timeout_s (={timeout_s:g})") from None
-            raise InfraFailure(type(error).__name__, _with_line(error)) from error
+            raise InfraFailure(type(error).__name__, _detail(error)) from error
         finally:
             self.pool.forget(attempt.rollout)
             self.attempts.discard(attempt)
@@ -214,11 +215,10 @@ def _without_user_types(failure: InfraFailure) -> InfraFailure:
     return InfraFailure(str(failure.reason), str(failure.detail))
 
 
-def _with_line(error: BaseException) -> str:
-    """The error, and the line of the user's file that raised it."""
-    traceback = error.__traceback__
-    if traceback is None:
-        return repr(error)
-    while traceback.tb_next:
-        traceback = traceback.tb_next
-    return f"{error!r} at {traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}"
+def _detail(error: BaseException) -> str:
+    """The text of an error, whose type is the reason, and the user's line that led to it."""
+    place = f"at {raised_at(error)}"
+    text = str(error)
+    if not text:
+        return place
+    return f"{text} {place}"

@@ -57,10 +57,10 @@ def test_too_many_failures_are_an_error_with_the_reasons_and_no_score(answers, c
 
 
 def test_the_name_of_an_error_is_not_doubled(capsys):
-    failure = InfraFailure("KeyError", "KeyError('grader') at agent.py:8")
+    failure = InfraFailure("KeyError", "'grader' at agent.py:8")
     answers = [rollouts(1, 1, 1), [dataclasses.replace(rollouts(None)[0], outcome=failure)]]
     present(config("--rollout.max_failure_rate", "0.5"), {"math": answers}, 1.0)
-    assert "    1  KeyError('grader') at agent.py:8\n" in capsys.readouterr().out
+    assert "    1  KeyError: 'grader' at agent.py:8\n" in capsys.readouterr().out
 
 
 def test_where_nothing_has_a_result_no_rate_allows_a_score():
@@ -130,5 +130,5 @@ def test_the_whole_program_greedy(model_dir, tmp_path):
     assert (found["prompts"], found["samples"], found["failures"]) == (5, 15, 3)
     assert found["pass1"] == found["pass3"]
     assert "runner 0 is replaced: no answer within train.watchdog_s (=4)" in done.stderr
-    assert "3  RuntimeError: " in done.stdout and "the sandbox is gone" in done.stdout
+    assert "3  RuntimeError: the sandbox is gone at " in done.stdout
     assert not (tmp_path / "out").exists()

@@ -193,12 +193,12 @@ def test_a_failed_attempt_is_made_again_and_remembered(host):
 @pytest.mark.parametrize(
     ("what", "reason", "detail"),
     [
-        ("always", "KeyError", "KeyError('grader') at "),
+        ("always", "KeyError", "'grader' at "),
         ("nonsense", "AgentError", "step returned a float"),
         ("nan", "reward_not_finite", "reward nan"),
         ("hang", "timeout", "no end within rollout.timeout_s (=0.05)"),
-        ("hang with a limit of its own", "TimeoutError", "TimeoutError() at "),
-        ("awaits what it cancelled", "CancelledError", "CancelledError()"),
+        ("hang with a limit of its own", "TimeoutError", "agent.py:"),
+        ("awaits what it cancelled", "CancelledError", "agent.py:41"),
     ],
 )
 def test_a_rollout_that_fails_for_good_has_no_reward_and_no_samples(host, what, reason, detail):
