@@ -74,14 +74,14 @@ async def _check(arguments: argparse.Namespace) -> int:
     from molt.agents.load import load_runner
     from molt.agents.step_runner import EpisodeContext
     from molt.chat.chat_renderer import load_chat_renderer
-    from molt.chat.render import load_renderer
+    from molt.cli.observations import ObservingRenderer
 
     runner = load_runner(arguments.file)
     is_chat_agent = isinstance(runner, ChatAgentRunner)
     if is_chat_agent and arguments.no_chat:
         raise ConfigError(f"--no_chat with {arguments.file}: a ChatAgent talks in messages. Drop --no_chat.")
     prompt = _prompt(arguments)
-    renderer = load_renderer(arguments.model, None, apply_chat_template=not arguments.no_chat)
+    renderer = ObservingRenderer(arguments.model, apply_chat_template=not arguments.no_chat)
     has_judge = getattr(runner, "judge", False)  # only the runner of an Env has the attribute
     chat = None
     if is_chat_agent or prompt.tools or has_judge:
@@ -103,6 +103,7 @@ async def _check(arguments: argparse.Namespace) -> int:
     )
     episode = await _play(runner, context, arguments)
     print(_report(episode, renderer))
+    renderer.warn_of_lost_text()
     return 0
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from molt.cli.demo import build_model
 from molt.cli.main import main
 from tests.tiny import QWEN3, char_tokenizer, save_tiny
 from tests.tiny_vlm import save_tiny_vlm
@@ -161,3 +162,23 @@ def test_images_are_shown_as_their_tokens(capsys, tmp_path):
     (tmp_path / "shows.py").write_text(SHOWS)
     out = shown(capsys, str(save_tiny_vlm(tmp_path / "vlm")), tmp_path / "shows.py", "--answer", "hi")
     assert "1 image, trained in sample 0" in out and "user\\n<fake_token_around_image><global-img>" in out
+
+
+def test_an_observation_that_the_tokenizer_cannot_spell_is_named(tmp_path, capsys):
+    """The demo's tokenizer knows digits alone, and reads a blank for everything else."""
+    model = tmp_path / "model"
+    build_model(model, seed=0)
+    agent = tmp_path / "agent.py"
+    agent.write_text(
+        "from molt.agents import Env, Result, StepEnvRunner\n"
+        "class Wrong(Env):\n"
+        "    async def step(self, state):\n"
+        "        observation = ['12  34', '5 is wrong'][state['turn'] % 2]\n"
+        "        return Result(reward=0.0, observation=observation, terminated=state['turn'] == 2)\n"
+        "class AgentRunner(StepEnvRunner):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(Wrong)\n"
+    )
+    assert main(["agent", "check", str(agent), "--model", str(model), "--prompt", "12", "--answer", "1"]) == 0
+    warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert len(warnings) == 1 and "cannot spell the observation '5 is wrong': the model reads '5 " in warnings[0]
