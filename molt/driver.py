@@ -20,31 +20,29 @@ from molt.recovery import run_to_the_end
 from molt.rollout.engine_worker import RolloutEngineWorker
 from molt.rollout.evaluate import Answers, answer
 from molt.rollout.handles import ignore_event
-from molt.run import started, watchdog
-from molt.spec import EvaluationSpec, RunSpec, resolve, resolve_evaluation
+from molt.run import print_dropped, started, watchdog
+from molt.spec import EvaluationSpec, RunSpec
 
 T = TypeVar("T")
 REPORT_S = 300
 """For drawing the report page."""
 
 
-def run_rl(config: RLConfig, engine_worker: ActorClass = RolloutEngineWorker) -> None:
+def run_rl(spec: RunSpec, engine_worker: ActorClass = RolloutEngineWorker) -> None:
     """One whole run. Raises a `MoltError` when it cannot go on; what was trained is saved by then, if ranks are left.
 
     engine_worker: the Ray actor class of an `Engine`; the tests have one without vLLM.
     """
-    spec = resolve(config)
-    _in_ray(config, partial(drive, spec, engine_worker))
+    _in_ray(spec.config, partial(drive, spec, engine_worker))
     # Failing to draw the page does not fail the run.
     with suppress(subprocess.TimeoutExpired):
-        command = [sys.executable, "-m", "molt", "report", str(config.ckpt.output_dir)]
+        command = [sys.executable, "-m", "molt", "report", str(spec.config.ckpt.output_dir)]
         subprocess.run(command, check=False, timeout=REPORT_S)
 
 
-def run_evaluation(config: RLConfig, engine_worker: ActorClass = RolloutEngineWorker) -> tuple[Answers, float]:
+def run_evaluation(spec: EvaluationSpec, engine_worker: ActorClass = RolloutEngineWorker) -> tuple[Answers, float]:
     """`molt eval`: the model's answers to `eval.dataset`, and the seconds they took. No trainer is built."""
-    spec = resolve_evaluation(config)
-    return _in_ray(config, partial(drive_evaluation, spec, engine_worker))
+    return _in_ray(spec.config, partial(drive_evaluation, spec, engine_worker))
 
 
 async def drive(spec: RunSpec, engine_worker: ActorClass = RolloutEngineWorker) -> None:
@@ -58,6 +56,7 @@ async def drive_evaluation(
 ) -> tuple[Answers, float]:
     """One evaluation inside a Ray session: the answers and the seconds they took."""
     config = spec.config
+    print_dropped(spec.held_out)
     async with cluster.started(spec.processes, ignore_event, engine_worker) as processes, asyncio.TaskGroup() as tasks:
         start = time.perf_counter()
         engines = processes.engines
@@ -66,7 +65,7 @@ async def drive_evaluation(
             tasks.create_task(engines.serve()),
             tasks.create_task(watchdog(config, processes, ignore_event).run()),
         ]
-        answers = await answer(spec.prompts, processes.runners, config.rollout, config.eval)
+        answers = await answer(spec.held_out.prompts, processes.runners, config.rollout, config.eval)
         for watcher in watchers:
             watcher.cancel()
         return answers, time.perf_counter() - start

@@ -31,7 +31,7 @@ from molt.rollout.producer import GroupFilter, Producer
 from molt.rollout.replay import Replay, Unpublished
 from molt.rollout.shutdown import Shutdown
 from molt.rollout.watchdog import Watchdog
-from molt.spec import RunSpec
+from molt.spec import HeldOut, RunSpec
 from molt.train.checkpoint import checkpoint_step, failing, latest_checkpoint, repair
 from molt.types import NO_ROLLBACK, Lineage, OnEvent
 from molt.worker_settings import engine_settings
@@ -132,6 +132,7 @@ async def started(spec: RunSpec, engine_worker: ActorClass = RolloutEngineWorker
         begin_dump(
             config.train.rollout_dump_dir, spec.identity, after_step=after_step, output_dir=config.ckpt.output_dir
         )
+    print_dropped(spec.held_out)
     shutdown = Shutdown()
     head = header(config, spec.total_batches)
     with RunLog(config.ckpt.run_dir, config.logger, head, spec.total_batches, resume_step) as log:
@@ -146,6 +147,12 @@ async def started(spec: RunSpec, engine_worker: ActorClass = RolloutEngineWorker
             except BaseException:
                 await _complete_checkpoint(run.checkpoints)
                 raise
+
+
+def print_dropped(held_out: HeldOut) -> None:
+    """Which rows of the evaluation dataset cannot be used."""
+    if held_out.dropped:
+        print(held_out.dropped, file=sys.stderr)
 
 
 def _resume_step(spec: RunSpec) -> int | None:
@@ -187,7 +194,7 @@ async def _wire(spec: RunSpec, processes: Cluster, shutdown: Shutdown, log: RunL
         producer=producer,
         publisher=publisher,
         checkpoints=checkpoints,
-        evaluator=Evaluator(spec.eval_prompts, processes.runners, config.eval, config.rollout, best, log),
+        evaluator=Evaluator(spec.held_out.prompts, processes.runners, config.eval, config.rollout, best, log),
         records=StepRecords(config, log, renderer),
         watchdog=watchdog(config, processes, log.event),
         shutdown=shutdown,

@@ -5,7 +5,6 @@ model. `molt check` calls it too, so what it refuses is known in seconds.
 """
 
 import math
-import sys
 from dataclasses import dataclass, replace
 
 import torch
@@ -42,6 +41,15 @@ class ProcessSpec:
 
 
 @dataclass(frozen=True)
+class HeldOut:
+    """The prompts of evaluations."""
+
+    prompts: list[Prompt]
+    dropped: str = ""
+    """Which rows cannot be used; "" if all can."""
+
+
+@dataclass(frozen=True)
 class RunSpec:
     """One run of asynchronous RL."""
 
@@ -49,7 +57,7 @@ class RunSpec:
     estimator: Estimator
     processes: ProcessSpec
     stream: PromptStream
-    eval_prompts: list[Prompt]
+    held_out: HeldOut
     identity: Json
     """What must be equal for a place in the prompt stream to mean the same prompt and group."""
 
@@ -69,7 +77,7 @@ class EvaluationSpec:
 
     config: RLConfig
     processes: ProcessSpec
-    prompts: list[Prompt]
+    held_out: HeldOut
 
 
 def resolve(config: RLConfig) -> RunSpec:
@@ -83,7 +91,7 @@ def resolve(config: RLConfig) -> RunSpec:
         estimator=estimator,
         processes=process_spec(config, roles(config, estimator), total_batches),
         stream=stream,
-        eval_prompts=evaluation_prompts(config),
+        held_out=held_out_prompts(config),
         identity=identity,
     )
     _refuse_other_runs(spec)
@@ -92,7 +100,7 @@ def resolve(config: RLConfig) -> RunSpec:
 
 def resolve_evaluation(config: RLConfig) -> EvaluationSpec:
     """Raises a `MoltError` for what could not be evaluated."""
-    return EvaluationSpec(config, process_spec(config, [], total_batches=0), evaluation_prompts(config))
+    return EvaluationSpec(config, process_spec(config, [], total_batches=0), held_out_prompts(config))
 
 
 def prompt_stream(config: RLConfig) -> PromptStream:
@@ -109,10 +117,10 @@ def prompt_stream(config: RLConfig) -> PromptStream:
     return PromptStream(PromptDataset(rows, data), order, num_episodes=config.train.num_episodes)
 
 
-def evaluation_prompts(config: RLConfig) -> list[Prompt]:
-    """The prompts of `eval.dataset`; rows that cannot be used are counted on stderr."""
+def held_out_prompts(config: RLConfig) -> HeldOut:
+    """The usable rows of `eval.dataset`, if there is one."""
     if config.eval.dataset is None:
-        return []
+        return HeldOut([])
     rows = load_rows(config.eval.dataset, flag="eval.dataset", split=config.eval.split)
     dataset = PromptDataset(rows, config.data)
     report = DropReport(len(rows))
@@ -123,8 +131,8 @@ def evaluation_prompts(config: RLConfig) -> list[Prompt]:
         except UnusableRow as error:
             report.add(row, error)
     if report.dropped:
-        print(f"eval.dataset: {report.message()}", file=sys.stderr)
-    return prompts
+        return HeldOut(prompts, f"eval.dataset: {report.message()}")
+    return HeldOut(prompts)
 
 
 def run_identity(config: RLConfig, stream: PromptStream) -> Json:

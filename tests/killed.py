@@ -16,6 +16,7 @@ from molt.records import checkpoints
 from molt.records.best import BestModel
 from molt.rollout.producer import Producer
 from molt.run import Run
+from molt.spec import resolve
 from molt.train.checkpoint import checkpoint_step
 from tests.fakes import FakeEngineWorker
 
@@ -48,4 +49,4 @@ def kill_at(moment: str, step: int) -> None:
 
 if __name__ == "__main__":
     kill_at(sys.argv[1], int(sys.argv[2]))
-    run_rl(parse(RLConfig, sys.argv[3:], prog="test"), FakeEngineWorker)
+    run_rl(resolve(parse(RLConfig, sys.argv[3:], prog="test")), FakeEngineWorker)

@@ -12,7 +12,7 @@ from typing import Any
 from molt.cli.args import parse
 from molt.config import RLConfig
 from molt.driver import drive, run_evaluation, run_rl
-from molt.spec import resolve
+from molt.spec import resolve, resolve_evaluation
 from tests.fakes import FakeEngineWorker
 
 AGENT = str(Path(__file__).parent / "sevens.py")
@@ -87,8 +87,8 @@ if __name__ == "__main__":
     def command(argv: list[str]) -> None:
         config = parse(RLConfig, argv, prog="test")
         if config.eval.eval_only:
-            present(config, *run_evaluation(config, FakeEngineWorker))
+            present(config, *run_evaluation(resolve_evaluation(config), FakeEngineWorker))
         else:
-            run_rl(config, FakeEngineWorker)
+            run_rl(resolve(config), FakeEngineWorker)
 
     sys.exit(run_command(command, sys.argv[1:]))

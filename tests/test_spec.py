@@ -37,7 +37,7 @@ def test_a_run_has_the_models_that_its_estimator_needs(tmp_path, prompts):
 def test_an_evaluation_has_engines_and_no_models(tmp_path, prompts):
     spec = resolve_evaluation(settings("model", tmp_path / "out", "", "--eval.dataset", prompts))
     assert spec.processes.roles == [] and spec.processes.num_engines == 1
-    assert len(spec.prompts) == 10
+    assert len(spec.held_out.prompts) == 10
 
 
 def test_a_replay_has_no_engines_and_as_many_batches_as_were_dumped(tmp_path, prompts):

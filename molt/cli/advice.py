@@ -19,6 +19,7 @@ from molt.data.rows import Rows
 from molt.errors import MoltError
 from molt.parallel import mesh
 from molt.roles import Role, roles
+from molt.spec import resolve
 
 CHECKPOINT_BYTES = 12
 """Per parameter: a float32 master and two moments."""
@@ -28,6 +29,8 @@ GIB = 2**30
 def all_checks(config: RLConfig) -> Findings:
     """Everything found about an RL run; never raises for what is wrong with the settings."""
     found = static_checks(config)
+    if not found.errors and not config.eval.eval_only:
+        found.attempt(resolve, config)
     found += advise(config)
     return found
 

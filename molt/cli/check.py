@@ -30,7 +30,6 @@ from molt.errors import CheckpointError, ConfigError, DataError, MoltError, Unus
 from molt.roles import roles
 from molt.rules import RL, Algorithm
 from molt.setting import name_of
-from molt.spec import resolve
 
 if TYPE_CHECKING:  # `molt check` imports them when it needs them
     import torch
@@ -107,8 +106,6 @@ def training_checks(config: RLConfig) -> Findings:
     has_usable_shares = rules.shares_mix_the_datasets(config) is None
     if prompts is not None and has_usable_shares and config.train.rollout_replay_dir is None:
         found.attempt(check_steps, found, config, prompts.rows)
-    if not found.errors:
-        found.attempt(resolve, config)
     return found
 
 

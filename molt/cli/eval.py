@@ -55,9 +55,12 @@ def main(argv: list[str]) -> None:
     from molt.cli.check import check_or_raise, evaluation_checks, show
 
     show(check_or_raise(config, evaluation_checks))
+    from molt.spec import resolve_evaluation
+
+    spec = resolve_evaluation(config)
     from molt.driver import run_evaluation
 
-    answers, seconds = run_evaluation(config)
+    answers, seconds = run_evaluation(spec)
     present(config, answers, seconds)
 
 

@@ -17,9 +17,12 @@ def main(argv: list[str] | None = None) -> None:
     from molt.cli.check import check_or_raise, show, static_checks
 
     show(check_or_raise(config, static_checks))
+    from molt.spec import resolve
+
+    spec = resolve(config)
     from molt.driver import run_rl
 
-    run_rl(config)
+    run_rl(spec)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from molt.rollout.engine_worker import EngineSettings, RolloutEngineWorker, Samp
 from molt.rollout.evaluate import answer, score
 from molt.rollout.runner_pool import RunnerPool
 from molt.rollout.runner_worker import RunnerWorker
-from molt.spec import evaluation_prompts, resolve_evaluation
+from molt.spec import held_out_prompts, resolve_evaluation
 from molt.train.policy_worker import RayEngineClient
 from molt.worker_settings import runner_settings
 from tests.runs import settings, write_prompts
@@ -327,7 +327,7 @@ def test_an_evaluation_from_disk_is_that_of_the_published_weights(engine, client
         runner = runner_settings(config)
         runners = RunnerPool(lambda name: RunnerWorker.options(num_cpus=0).remote(runner, [engine], name), 1,
                              deadline_s=60, attempts=1)  # fmt: skip
-        prompts = evaluation_prompts(config)
+        prompts = held_out_prompts(config).prompts
         greedy = replace(config.eval, temperature=0.0, n_samples_per_prompt=2)
         return [await answer(prompts, runners, config.rollout, how) for how in (config.eval, greedy)]
 
