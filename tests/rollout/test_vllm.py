@@ -33,9 +33,9 @@ from tests.tiny import END_ID
 pytestmark = [pytest.mark.vllm, pytest.mark.ray]
 
 
-def engine_on(model_dir: str, **settings):
+def engine_on(model_dir: str, max_model_len: int = 256, **settings):
     engine = RolloutEngineWorker.options(num_cpus=0).remote(
-        EngineSettings(model_dir, "float32", 256, "cpu", **settings)
+        EngineSettings(model_dir, "float32", max_model_len, "cpu", **settings)
     )
     ray.get(engine.start.remote(), timeout=300)
     ray.get(engine.resume.remote(), timeout=60)
@@ -201,7 +201,8 @@ def test_an_update_changes_the_probe_and_running_requests_finish_on_the_old_vers
 def test_a_rollout_that_straddles_two_publications(ray_session, model_dir, partial_kv):
     """Its tokens carry three versions, and each log-prob is that of its version's weights: of a full forward under
     them, unless the KV of the weights before was kept."""
-    engine = engine_on(model_dir, partial_rollouts=True, vllm=VllmConfig(partial_kv=partial_kv))
+    # Long, since the engine generates on while a busy machine proves the first publication.
+    engine = engine_on(model_dir, 1024, partial_rollouts=True, vllm=VllmConfig(partial_kv=partial_kv))
     try:
         client = RayEngineClient([engine], timeout_s=60)
         client.init_weight_transfer_engine({})
@@ -211,7 +212,7 @@ def test_a_rollout_that_straddles_two_publications(ray_session, model_dir, parti
             model.load_state_dict(changed(model_dir, scale), strict=False)
 
         async def scenario():
-            asked = sampling(3, max_tokens=200, stop_token_ids=())
+            asked = sampling(3, max_tokens=900, stop_token_ids=())
             running = [engine.generate.remote(f"r{i}", ids, asked) for i, ids in enumerate(prompts(2))]
             for version in (1, 2):
                 await tokens_later(engine, 20, f"clock{version}")
