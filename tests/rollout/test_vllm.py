@@ -1,6 +1,7 @@
 """The real engine: what `FakeEngine` fakes, and what only vLLM can get wrong."""
 
 import asyncio
+import json
 import shutil
 import time
 from dataclasses import replace
@@ -197,12 +198,24 @@ def test_an_update_changes_the_probe_and_running_requests_finish_on_the_old_vers
     assert set(later.versions) == {2}
 
 
+@pytest.fixture(scope="module")
+def endless_model_dir(model_dir, tmp_path_factory):
+    """The model without an end token: it generates as long as it is asked to."""
+    endless = tmp_path_factory.mktemp("endless") / "model"
+    shutil.copytree(model_dir, endless)
+    for name in ("config.json", "generation_config.json"):
+        settings = json.loads((endless / name).read_text())
+        settings["eos_token_id"] = None
+        (endless / name).write_text(json.dumps(settings))
+    return str(endless)
+
+
 @pytest.mark.parametrize("partial_kv", ["recompute", "keep"])
-def test_a_rollout_that_straddles_two_publications(ray_session, model_dir, partial_kv):
+def test_a_rollout_that_straddles_two_publications(ray_session, model_dir, endless_model_dir, partial_kv):
     """Its tokens carry three versions, and each log-prob is that of its version's weights: of a full forward under
     them, unless the KV of the weights before was kept."""
     # Long, since the engine generates on while a busy machine proves the first publication.
-    engine = engine_on(model_dir, 1024, partial_rollouts=True, vllm=VllmConfig(partial_kv=partial_kv))
+    engine = engine_on(endless_model_dir, 1024, partial_rollouts=True, vllm=VllmConfig(partial_kv=partial_kv))
     try:
         client = RayEngineClient([engine], timeout_s=60)
         client.init_weight_transfer_engine({})
@@ -223,7 +236,7 @@ def test_a_rollout_that_straddles_two_publications(ray_session, model_dir, parti
         turns, new = asyncio.run(scenario())
         for turn in turns:
             assert (np.diff(turn.versions) >= 0).all()
-            assert set(turn.versions) == {0, 1, 2}
+            assert len(turn.versions) == 900 and set(turn.versions) == {0, 1, 2}
             ids = [*turn.prompt_ids.tolist(), *turn.token_ids.tolist()]
             for version in range(3) if partial_kv == "recompute" else (0,):
                 there = turn.versions == version
