@@ -209,7 +209,7 @@ async def begin_evaluation(run: Run) -> None:
     """Start to measure the published version, once. Nothing else is published before it ends."""
     if run.shutdown.immediate.is_set() or not run.evaluator.wants(run.step):
         return
-    if run.evaluator.best.is_kept:
+    if run.evaluator.best_model.is_kept:
         await save(run)
     await run.evaluator.begin(run.step, run.version)
 

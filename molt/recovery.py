@@ -89,7 +89,7 @@ async def load(run: Run) -> Path | None:
         await restart(run)
         return None
     best = best_in_checkpoint(checkpoint)
-    await run.evaluator.best.follow(checkpoint_step(checkpoint), best)  # first, since it may load other weights
+    await run.evaluator.best_model.follow(checkpoint_step(checkpoint), best)  # first, since it may load other weights
     state = await run.checkpoints.load(checkpoint, run.spec.stream, run.config.rollout.batch_size)
     assign(run, state)
     return checkpoint
@@ -122,4 +122,4 @@ async def restart(run: Run) -> None:
     run.trips.clear()
     run.evaluator.restart()
     run.producer.restart()
-    await run.evaluator.best.follow(0, None)
+    await run.evaluator.best_model.follow(0, None)

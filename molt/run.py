@@ -95,7 +95,7 @@ class Run:
             step=self.step,
             total_batches=self.total_batches,
             lineage=self.lineage,
-            best=self.evaluator.best.best,
+            best=self.evaluator.best_model.best,
             kl_coef=self.kl_coef,
             trips=tuple(self.trips),
             ledger=self.producer.ledger(),

@@ -47,20 +47,22 @@ class BestModel:
         self.checkpoints.hold_pruning()
         await self.checkpoints.export(self.candidate)
 
-    async def judge(self, step: int, metrics: Metrics) -> bool:
-        """Whether the candidate, of `step`, is better than every version before: then it becomes the best model.
+    async def judge(self, step: int, metrics: Metrics) -> Best | None:
+        """If the candidate, of `step`, is better than every version before, make it the best model; else remove it.
 
-        metrics: of its evaluation. Raises `ConfigError` when the evaluation has no `ckpt.best_metric_key`.
+        metrics: of its evaluation. Returns the new best, or None. Raises `ConfigError` when the evaluation has no `ckpt.best_metric_key`.
         """
         metric = self._metric_in(metrics)
         value = self._comparable_value(step, metric, metrics)
-        is_better = value is not None and self._exceeds_best(metric, value)
+        new_best: Best | None = None
+        if value is not None and self._exceeds_best(metric, value):
+            new_best = {"step": step, "metric": metric, "value": value}
         await self.checkpoints.settle()  # best.json never names a checkpoint that is not there
-        if is_better and value is not None:
-            self.best = {"step": step, "metric": metric, "value": value}
+        if new_best is not None:
+            self.best = new_best
             self.promote()
         self.drop_candidate()
-        return is_better
+        return new_best
 
     def drop_candidate(self) -> None:
         """The candidate will not become the best model."""

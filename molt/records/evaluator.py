@@ -21,14 +21,14 @@ class Evaluator:
         runners: Runners,
         config: EvalConfig,
         rollout: RolloutConfig,
-        best: BestModel,
+        best_model: BestModel,
         log: RunLog,
     ):
         self.prompts = prompts
         self.runners = runners
         self.config = config
         self.rollout = rollout
-        self.best = best
+        self.best_model = best_model
         self.log = log
         self.measured: int | None = None
         """The step whose evaluation was recorded last."""
@@ -51,8 +51,8 @@ class Evaluator:
 
     async def begin(self, step: int, version: int) -> None:
         """Start to measure the published version. Raises `CheckpointError` when the candidate cannot be exported."""
-        if self.best.is_kept:
-            await self.best.export_candidate()
+        if self.best_model.is_kept:
+            await self.best_model.export_candidate()
         self._step = step
         self._version = version
         self.task = asyncio.create_task(evaluate(self.prompts, self.runners, self.rollout, self.config))
@@ -87,7 +87,7 @@ class Evaluator:
         if self.task is not None:
             self.task.cancel()
             self.task = None
-            self.best.drop_candidate()
+            self.best_model.drop_candidate()
 
     def resume(self, step: int) -> None:
         """The run continues from `step`."""
@@ -100,10 +100,10 @@ class Evaluator:
         self.measured = None
 
     async def _record(self, metrics: dict[str, Metric]) -> None:
-        if self.best.is_kept:
-            is_better = await self.best.judge(self._step, metrics)
-            if is_better and self.best.best is not None:
-                self.log.event("best", **self.best.best)
+        if self.best_model.is_kept:
+            new_best = await self.best_model.judge(self._step, metrics)
+            if new_best is not None:
+                self.log.event("best", **new_best)
         numbers = values(metrics)
         self.log.step(self._step, numbers)
         self.log.event("evaluation", version=self._version, **numbers)
