@@ -50,7 +50,8 @@ class BestModel:
     async def judge(self, step: int, metrics: Metrics) -> Best | None:
         """If the candidate, of `step`, is better than every version before, make it the best model; else remove it.
 
-        metrics: of its evaluation. Returns the new best, or None. Raises `ConfigError` when the evaluation has no `ckpt.best_metric_key`.
+        metrics: of its evaluation. Returns the new best, or None. Raises `ConfigError` when the evaluation has no
+        `ckpt.best_metric_key`.
         """
         metric = self._metric_in(metrics)
         value = self._comparable_value(step, metric, metrics)
