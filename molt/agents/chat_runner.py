@@ -21,7 +21,7 @@ from molt.agents.step_runner import CLOSE_S
 from molt.chat.session import Session
 from molt.chat.tree import Node
 from molt.errors import AgentError
-from molt.types import InfraFailure, Media, PolicyFailure, Turn
+from molt.types import InfraFailure, Json, Media, PolicyFailure, Turn
 
 API_KEY = "molt"
 MODEL = "policy"
@@ -31,11 +31,11 @@ MODEL = "policy"
 class ChatContext:
     """What one episode of a `ChatAgent` gets."""
 
-    prompt: list[dict[str, Any]] | str
+    prompt: list[Json] | str
     """The row's messages, or its text; tools are in `tools`."""
     label: Any
     data_source: str
-    tools: list[dict[str, Any]] | None
+    tools: list[Json] | None
     seed: int
     """An integer that no other rollout has."""
     base_url: str

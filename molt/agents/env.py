@@ -5,9 +5,9 @@ Gymnasium's words with Gymnasium's meaning. One instance serves one episode.
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 from molt.errors import AgentError
+from molt.types import Json
 
 _SAMPLING_KEYS = {"max_new_tokens"}
 
@@ -25,11 +25,11 @@ class Result:
     """The task reached its end: an answer was given, a goal was reached."""
     truncated: bool = False
     """The episode was cut before its end by a limit outside the task, such as a step budget."""
-    info: dict[str, Any] = field(default_factory=dict)
+    info: Json = field(default_factory=dict)
     """Anything; its numbers are logged as `rollout/info/<key>`."""
     score: float | None = None
     """Measures success for evaluation. Unset: the episode's reward."""
-    sampling_params: dict[str, Any] | None = None
+    sampling_params: Json | None = None
     """For the next turn: `max_new_tokens`. Temperature and the like would break the importance ratio."""
 
     def __post_init__(self):
@@ -59,7 +59,7 @@ def _require_text(observation: object) -> None:
         )
 
 
-def _require_sampling(params: dict[str, Any]) -> None:
+def _require_sampling(params: Json) -> None:
     unknown = set(params) - _SAMPLING_KEYS
     if unknown:
         raise AgentError(
@@ -90,11 +90,11 @@ class Env:
       "arguments"}`, the texts of those that cannot be read, and the rest of the answer
     """
 
-    async def reset(self, state: dict[str, Any]) -> dict[str, Any]:
+    async def reset(self, state: Json) -> Json:
         """Prepare the episode; may replace `state["prompt"]`."""
         return state
 
-    async def step(self, state: dict[str, Any]) -> Result:
+    async def step(self, state: Json) -> Result:
         """Judge `state["action"]`. Raise `PolicyFailure` when the model's own doing cannot be judged."""
         raise AgentError(
             f"{type(self).__name__} defines no `async def step(self, state)`: no reward can arise. Add it."

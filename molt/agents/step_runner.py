@@ -6,7 +6,6 @@ import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
 
 from molt.agents.env import Env, Result
 from molt.agents.episode import Episode, EpisodeContext, checked, outcome_of
@@ -14,7 +13,7 @@ from molt.agents.serving import Serving, judge_of
 from molt.chat.chat_renderer import Parsed
 from molt.chat.protocol import ToolCall
 from molt.errors import AgentError
-from molt.types import InfraFailure, PolicyFailure, Turn
+from molt.types import InfraFailure, Json, PolicyFailure, Turn
 
 CLOSE_S = 30.0
 """What an environment may take to close."""
@@ -112,7 +111,7 @@ class StepEnvRunner(Serving):
             else:
                 ids = _with_message([*ids, *sampled], turn, result, context)
 
-    async def _reset(self, env: Env, context: EpisodeContext, judge: dict[str, str]) -> dict[str, Any]:
+    async def _reset(self, env: Env, context: EpisodeContext, judge: dict[str, str]) -> Json:
         """The state that the episode starts from."""
         prompt = context.prompt
         first_prompt = prompt.text if prompt.messages is None else prompt.messages
@@ -159,7 +158,7 @@ def _smallest(room: int, *limits: int | None) -> int:
     return min([room, *(limit for limit in limits if limit is not None)])
 
 
-def _read_tool_calls(context: EpisodeContext, turn: Turn, state: dict[str, Any]) -> list[ToolCall]:
+def _read_tool_calls(context: EpisodeContext, turn: Turn, state: Json) -> list[ToolCall]:
     """The tool calls of a turn, which are entered in `state`. Nothing is, where no tools are offered."""
     if context.chat is None or not context.prompt.tools:
         return []

@@ -10,6 +10,7 @@ from molt.chat import probes
 from molt.chat.chat_template import template_text
 from molt.chat.marked_tokenizer import MarkedTokenizer
 from molt.chat.protocol import Message, Retention, Tools
+from molt.types import Json
 
 if TYPE_CHECKING:
     from renderers.base import ParsedResponse, RenderedTokens
@@ -105,7 +106,7 @@ def _matching_family(
 def _create_family(name: str, tokenizer: MarkedTokenizer, thinking_retention: Retention, *, thinks: bool) -> Family:
     from renderers import config_from_name, create_renderer
 
-    settings: dict[str, Any] = {}
+    settings: Json = {}
     if not thinks:
         settings["enable_thinking"] = False
     if thinking_retention != "template":

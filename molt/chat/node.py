@@ -8,7 +8,7 @@ import numpy as np
 
 from molt.chat.normalized import NormalizedMessage, leading_system
 from molt.chat.protocol import Message
-from molt.types import Media
+from molt.types import Json, Media
 
 NO_IDS = np.empty(0, np.int32)
 
@@ -45,7 +45,7 @@ class Node:
     """The messages it added; the last one is the reply."""
     normalized: list[NormalizedMessage]
     """One for each of `messages`."""
-    tools: list[dict[str, Any]]
+    tools: list[Json]
     """The tools offered, the same in all calls of a conversation."""
     context_ids: np.ndarray
     """int32 `[C]`, the prompt's ids after the parent's path."""

@@ -5,6 +5,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from molt.chat.protocol import Message
+from molt.types import Json
 
 _DECODER = json.JSONDecoder(parse_int=float)
 _ENCODER = json.JSONEncoder(sort_keys=True)
@@ -84,12 +85,12 @@ def collapse_whitespace(text: str) -> str:
     return " ".join(text.split())
 
 
-def without_cache_mark(item: dict[str, Any]) -> dict[str, Any]:
+def without_cache_mark(item: Json) -> Json:
     """A content part or a tool without `cache_control`, which clients move from turn to turn."""
     return {key: value for key, value in item.items() if key != "cache_control"}
 
 
-def _normalize_content(content: str | list[dict[str, Any]] | None, role: str) -> list[Any]:
+def _normalize_content(content: str | list[Json] | None, role: str) -> list[Any]:
     if not isinstance(content, list):
         content = [{"type": "text", "text": content or ""}]
 
@@ -104,7 +105,7 @@ def _normalize_content(content: str | list[dict[str, Any]] | None, role: str) ->
     return normalized
 
 
-def _is_text(part: dict[str, Any]) -> bool:
+def _is_text(part: Json) -> bool:
     return part.get("type") == "text"
 
 
@@ -115,7 +116,7 @@ def _normalize_text(text: str, role: str) -> str:
     return text.strip()
 
 
-def _normalize_call(call: dict[str, Any]) -> NormalizedCall:
+def _normalize_call(call: Json) -> NormalizedCall:
     function = call["function"]
     arguments = function.get("arguments") or "{}"
     return NormalizedCall(name=function["name"], arguments=_normalize_arguments(arguments))

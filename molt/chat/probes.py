@@ -1,12 +1,12 @@
 """Short conversations that are rendered to find out how a model's chat template behaves."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from molt.chat.protocol import Message, Tools
+from molt.types import Json
 
 
-def object_call(call_id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+def object_call(call_id: str, name: str, arguments: Json) -> Json:
     """A tool call as templates take it, with its arguments as an object."""
     return {
         "id": call_id,

@@ -12,11 +12,13 @@ a tool message may have the `name` of the tool. A part is `{"type": "text", "tex
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
-Message = dict[str, Any]
+from molt.types import Json
 
-Tools = list[dict[str, Any]] | None
+Message = Json
+
+Tools = list[Json] | None
 """OpenAI function schemas; None when no tools are offered."""
 
 Retention = Literal["all", "tool_cycle", "template"]
@@ -43,7 +45,7 @@ class ChatRequest:
     n: int = 1
     stop: tuple[str, ...] = ()
     seed: int | None = None
-    sampling: dict[str, Any] = field(default_factory=dict)
+    sampling: Json = field(default_factory=dict)
     """temperature, top_p, top_k of the client: honoured only where the call is not trained."""
     constrained: str | None = None
     """What requires constrained decoding (a response format, a forced tool), in the client's words."""

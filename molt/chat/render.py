@@ -13,7 +13,7 @@ from typing import Any
 
 from molt.errors import ConfigError, DataError, UnusableRow, did_you_mean
 from molt.hub import only_local
-from molt.types import Prompt
+from molt.types import Json, Prompt
 
 # Plain words at both ends, so that a template that strips or splits content leaves them whole.
 ANSWER = "moltanswer7f3a"
@@ -107,9 +107,9 @@ def require_template(tokenizer: Any) -> None:
 
 def render_text(
     tokenizer: Any,
-    messages: list[dict[str, Any]],
+    messages: list[Json],
     *,
-    tools: list[dict[str, Any]] | None = None,
+    tools: list[Json] | None = None,
     add_generation_prompt: bool = False,
 ) -> str:
     """The template's text. Raises UnusableRow if the template rejects the messages."""

@@ -11,7 +11,8 @@ from starlette.responses import StreamingResponse
 
 from molt.chat.protocol import ChatError
 from molt.chat.session import Session, Work
-from molt.chat.wires.shared import Json, Wire
+from molt.chat.wires.shared import Wire
+from molt.types import Json
 
 
 class ReplyStream:

@@ -30,8 +30,9 @@ from molt.chat.protocol import ChatError, ChatRequest
 from molt.chat.reply_stream import ReplyStream
 from molt.chat.session import IDEMPOTENCY, RETRY, Session
 from molt.chat.wires import chat, messages, responses
-from molt.chat.wires.shared import Json, Wire, refuse
+from molt.chat.wires.shared import Wire, refuse
 from molt.rare_gc import collect_rarely
+from molt.types import Json
 
 WIRES: dict[str, Wire] = {
     "/chat/completions": chat,

@@ -19,7 +19,7 @@ from molt.chat.protocol import Answer, ChatError, ChatReply, ChatRequest, Messag
 from molt.chat.reading import ReadTurn, read_turn
 from molt.chat.tree import Match, Tree
 from molt.chat.wires.shared import call, message, refuse
-from molt.types import InfraFailure, Media, Turn
+from molt.types import InfraFailure, Json, Media, Turn
 
 CallModel = Callable[..., Awaitable[Turn]]
 """`(prompt_ids, max_tokens) -> Turn`; and `media=`, where the prompt shows images."""
@@ -212,7 +212,7 @@ class Session:
 
     async def _call(self, prompt: RenderedPrompt, max_tokens: int, request: ChatRequest, index: int) -> Turn:
         """One of the n turns: the trained distribution, or the client's if the call opted out of training."""
-        shown: dict[str, Any] = {}
+        shown: Json = {}
         if prompt.media:
             shown["media"] = prompt.media
         if request.train or self.call_freely is None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from molt.chat.protocol import Message
+from molt.types import Json
 
 
 def decode_arguments(arguments: Any) -> Any:
@@ -41,7 +42,7 @@ def _convert_arguments(messages: list[Message], convert: Callable[[Any], Any]) -
     return converted
 
 
-def _convert_call(call: dict[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
+def _convert_call(call: Json, convert: Callable[[Any], Any]) -> Json:
     function = call["function"]
     converted = function | {"arguments": convert(function["arguments"])}
     return call | {"function": converted}

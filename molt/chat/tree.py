@@ -21,7 +21,7 @@ from molt.chat.branch_reason import Branch, Divergence, explain_branch, was_answ
 from molt.chat.node import NO_IDS, BranchReason, Node, root_node
 from molt.chat.normalized import NormalizedMessage, leading_system, normalize_message, without_cache_mark
 from molt.chat.protocol import Message
-from molt.types import NOT_GENERATED, Media, Sample, Turn
+from molt.types import NOT_GENERATED, Json, Media, Sample, Turn
 
 EXCERPT = 60
 """Characters that `Tree.show` prints of each end of a text."""
@@ -37,7 +37,7 @@ class Match:
     reason: BranchReason
     normalized: list[NormalizedMessage]
     """One for each message of `rest`."""
-    tools: list[dict[str, Any]]
+    tools: list[Json]
     ids: np.ndarray
     """int32 `[T]`, of the node's path."""
 
@@ -84,7 +84,7 @@ class Tree:
 
     # Matching ---------------------------------------------------------------------------------------------------------
 
-    def match(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> Match:
+    def match(self, messages: list[Message], tools: list[Json] | None = None) -> Match:
         """The deepest node whose path `messages` repeat by meaning, under the same tools.
 
         Of replies that mean the same, the one whose call ids and spelling came back; then one that nothing
@@ -106,7 +106,7 @@ class Tree:
             ids=self.ids(node),
         )
 
-    def _shared_tools(self, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    def _shared_tools(self, tools: list[Json] | None) -> list[Json]:
         """The tools without cache marks; one list however many conversations offer the same."""
         offered = [without_cache_mark(tool) for tool in tools or []]
         for top in self.children[self.root]:
@@ -132,9 +132,7 @@ class Tree:
                 return child
         return None
 
-    def _follow(
-        self, messages: list[NormalizedMessage], tools: list[dict[str, Any]]
-    ) -> tuple[list[Candidate], list[Divergence]]:
+    def _follow(self, messages: list[NormalizedMessage], tools: list[Json]) -> tuple[list[Candidate], list[Divergence]]:
         """The nodes whose paths the request repeats, and where it leaves the paths that it repeats in part."""
         candidates: list[Candidate] = []
         divergences: list[Divergence] = []
@@ -167,7 +165,7 @@ class Tree:
         self,
         node: Node,
         messages: list[NormalizedMessage],
-        tools: list[dict[str, Any]],
+        tools: list[Json],
         divergences: list[Divergence],
     ) -> BranchReason:
         if was_answered_before(messages, divergences):
@@ -401,7 +399,7 @@ def _shared_messages(messages: list[NormalizedMessage], call: Node) -> int:
     return shared
 
 
-def _is_side(tools: list[dict[str, Any]], system: list[list[Any]], main: Node | None) -> bool:
+def _is_side(tools: list[Json], system: list[list[Any]], main: Node | None) -> bool:
     """Whether a conversation with these tools and system messages is a side conversation beside `main`."""
     return main is not None and not tools and system != main.system
 

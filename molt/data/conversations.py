@@ -24,11 +24,12 @@ from molt.config_sft import SftDataConfig
 from molt.data.prompts import Message, as_messages, as_tools, require_value
 from molt.data.rows import DropReport, Row, Rows, require_column
 from molt.errors import DataError, UnusableRow
+from molt.types import Json
 
 MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 TRAINED_FIELDS = ("content", "tool_calls", "reasoning_content")
 """Where an assistant message may have something to learn."""
-Tools = list[dict[str, Any]] | None
+Tools = list[Json] | None
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from molt.errors import DataError
+from molt.types import Json
 
-Row = dict[str, Any]
+Row = Json
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,7 @@ def _plain(value: Any, arrow_type: Any) -> Any:
     return value
 
 
-def _plain_struct(value: dict[str, Any], struct: Any) -> dict[str, Any]:
+def _plain_struct(value: Json, struct: Any) -> Json:
     fields = {}
     for field in struct:
         item = value[field.name]

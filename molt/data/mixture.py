@@ -12,12 +12,12 @@ all others of its dataset came. All of them are then permuted together. Nothing 
 from collections.abc import Sequence
 from fractions import Fraction
 from math import ceil, floor
-from typing import Any
 
 import numpy as np
 
 from molt.config import comma_list
 from molt.errors import DataError
+from molt.types import Json
 
 HALF = Fraction(1, 2)
 
@@ -50,7 +50,7 @@ class EpochOrder:
         return sum(self.counts)
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> Json:
         """What must be the same for an index to mean the same row, next to the seed; JSON-able."""
         if self.shares is None:
             return {"rows": len(self)}

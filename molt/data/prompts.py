@@ -12,9 +12,9 @@ from molt.config import PromptDataConfig
 from molt.data.mixture import EpochOrder
 from molt.data.rows import Row, Rows, require_column
 from molt.errors import UnusableRow
-from molt.types import Prompt
+from molt.types import Json, Prompt
 
-Message = dict[str, Any]
+Message = Json
 
 
 def as_messages(value: Any, column: str) -> list[Message]:
@@ -34,7 +34,7 @@ def as_messages(value: Any, column: str) -> list[Message]:
     return value
 
 
-def as_tools(value: Any, column: str) -> list[dict[str, Any]] | None:
+def as_tools(value: Any, column: str) -> list[Json] | None:
     """`value` as tool schemas: a list of objects, or JSON text of one; None if there are none. Raises UnusableRow."""
     tools = value
     if isinstance(value, str) and value.strip():

@@ -8,6 +8,7 @@ from typing import Any
 from molt.report.charts import short
 from molt.report.key_numbers import duration
 from molt.report.sinks import read_jsonl
+from molt.types import Json
 
 CALM = frozenset(
     {
@@ -30,7 +31,7 @@ LISTED_EVENTS = 12
 DISTINCT_TEXTS = 4
 """A summary lists the texts of a field if they are at most so many."""
 
-Event = dict[str, Any]
+Event = Json
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ import os
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
 
 from molt.report.charts import MAX_POINTS, Chart, Series, draw, select, smoothing_radius
 from molt.report.event_table import event_table
 from molt.report.key_numbers import key_numbers
 from molt.report.rollout_cards import rollout_cards
 from molt.report.sinks import read_jsonl
+from molt.types import Json
 
 CHARTS = (
     Chart("Reward", ("rollout/reward", "rollout/shaped_reward")),
@@ -158,7 +158,7 @@ def _about_lines(series: dict[str, Series]) -> str:
     return f"Thin: {thin}. Bold: the mean of {window} neighbouring steps."
 
 
-def _model_and_data(config: dict[str, Any]) -> str:
+def _model_and_data(config: Json) -> str:
     """One line about the run: model, dataset, estimator; of SFT the first two."""
     model = config.get("actor", config.get("model", {})).get("model_name_or_path", "")
     data = config.get("data", {})

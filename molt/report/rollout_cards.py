@@ -2,17 +2,17 @@
 
 import html
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 
 from molt.report.charts import short
 from molt.report.rollouts import runs_of_versions, step_of
+from molt.types import Json
 
 SHOWN_ROLLOUTS = 8
 SHOWN_CHARACTERS = 3000
 
-StoredSample = dict[str, Any]
+StoredSample = Json
 """A row of the rollout store: the columns of `rollouts.SCHEMA`."""
 
 

@@ -7,10 +7,11 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from molt.types import Json
 
 SCHEMA = pa.schema(
     [
@@ -63,7 +64,7 @@ def step_of(path: Path) -> int:
     return int(path.stem.removeprefix("step_"))
 
 
-def write_rollouts(run_dir: Path, step: int, rows: list[dict[str, Any]], decode: Callable[[list[int]], str]) -> Path:
+def write_rollouts(run_dir: Path, step: int, rows: list[Json], decode: Callable[[list[int]], str]) -> Path:
     """Store `rows` (keys: the columns of `SCHEMA`) atomically; `text` and `runs` are filled in.
 
     Raises `KeyError` for a column that does not exist, so that a misspelt one is not lost in silence.
@@ -79,7 +80,7 @@ def write_rollouts(run_dir: Path, step: int, rows: list[dict[str, Any]], decode:
     return path
 
 
-def _with_text(row: dict[str, Any], decode: Callable[[list[int]], str]) -> dict[str, Any]:
+def _with_text(row: Json, decode: Callable[[list[int]], str]) -> Json:
     unknown = row.keys() - set(SCHEMA.names)
     if unknown:
         raise KeyError(f"rollout columns {sorted(unknown)} do not exist: they would be lost. See rollouts.SCHEMA.")

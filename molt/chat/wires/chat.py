@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from molt.chat.protocol import Answer, ChatError, ChatReply, ChatRequest, Message
-from molt.chat.wires.shared import Json, call, chat_request, content, items, message, openai_error, refuse
+from molt.chat.wires.shared import call, chat_request, content, items, message, openai_error, refuse
+from molt.types import Json
 
 ROLES = {
     "system": "system",

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from molt.chat.protocol import Answer, ChatError, ChatReply, ChatRequest, Message
-from molt.chat.wires.shared import Json, call, chat_request, content, items, message, refuse
+from molt.chat.wires.shared import call, chat_request, content, items, message, refuse
+from molt.types import Json
 
 ROLES = ("system", "user", "assistant")
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}

@@ -7,7 +7,8 @@ from enum import IntEnum
 
 from molt.chat.protocol import Answer, ChatError, ChatReply, ChatRequest, Message
 from molt.chat.wires.chat import read_message
-from molt.chat.wires.shared import Json, call, chat_request, content, items, message, openai_error, refuse
+from molt.chat.wires.shared import call, chat_request, content, items, message, openai_error, refuse
+from molt.types import Json
 
 
 class Place(IntEnum):

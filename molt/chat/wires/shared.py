@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn, Protocol
 
 from molt.chat.protocol import ChatError, ChatReply, ChatRequest, Message, Tools
-
-Json = dict[str, Any]
+from molt.types import Json
 
 SAMPLING = (
     "temperature",
@@ -167,7 +166,7 @@ def _stop_strings(body: Json) -> tuple[str, ...]:
     return tuple(stop)
 
 
-def _sampling(body: Json) -> dict[str, Any]:
+def _sampling(body: Json) -> Json:
     sampling = {name: body[name] for name in SAMPLING if body.get(name) is not None}
     wrong = {name: value for name, value in sampling.items() if not _has_right_type(name, value)}
     if wrong:
