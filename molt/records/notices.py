@@ -1,5 +1,6 @@
 """What a run says once on the console, where the number alone would be overlooked in `metrics.jsonl`."""
 
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,11 +13,11 @@ LONG_LAG_S = 1.0
 class Notice:
     """A metric that deserves a sentence."""
 
-    prefix: str
-    """Of the metric's name."""
+    metric: re.Pattern[str]
+    """Matches the metric's name; its group, if it has one, is the `last` of the text."""
     is_due: Callable[[float], bool]
     text: str
-    """`str.format` text of `name` (the metric), `last` (the part of the name after the prefix) and `value`."""
+    """`str.format` text of `name` (the metric), `last` (a part of the name) and `value`."""
 
 
 def _is_long(seconds: float) -> bool:
@@ -29,13 +30,13 @@ def _occurs(count: float) -> bool:
 
 NOTICES = (
     Notice(
-        prefix="perf/runner_lag_max",
+        metric=re.compile("perf/runner_lag_max"),
         is_due=_is_long,
         text="the agent's code blocked a runner for {value:.1f} s (`{name}`), and all its other rollouts waited. "
         "docs/agents.md, 'What must not happen in an agent', says how to find it.",
     ),
     Notice(
-        prefix="rollout/info/chat_ignored_",
+        metric=re.compile(r"rollout/info/chat_ignored_(\w+)"),
         is_due=_occurs,
         text="the agent's client asks for {last} of its own (`{name}`), which is ignored: the run's sampling is "
         "trained. docs/chat_agents.md, 'What the server does', says why.",
@@ -44,16 +45,19 @@ NOTICES = (
 
 
 class Notices:
-    """Remembers what has been said."""
+    """Remembers which notices were shown."""
 
     def __init__(self) -> None:
-        self._said: set[str] = set()
+        self._shown: set[str] = set()
 
     def look(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print every notice that the metrics of a step call for, each metric once a run."""
         for name, value in metrics.items():
+            if name in self._shown:
+                continue
             for notice in NOTICES:
-                if name.startswith(notice.prefix) and notice.is_due(value) and name not in self._said:
-                    self._said.add(name)
-                    last = name.removeprefix(notice.prefix)
-                    print(f"step {step}: {notice.text.format(name=name, last=last, value=value)}", file=sys.stderr)
+                match = notice.metric.fullmatch(name)
+                if match is not None and notice.is_due(value):
+                    self._shown.add(name)
+                    text = notice.text.format(name=name, last=match[match.lastindex or 0], value=value)
+                    print(f"step {step}: {text}", file=sys.stderr)
