@@ -1,6 +1,8 @@
 """What several test modules share: one Ray session, one tiny model on disk."""
 
+import json
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from unittest import mock
@@ -28,6 +30,18 @@ def model_dir(tmp_path_factory):
     from tests.tiny import save_tiny
 
     return str(save_tiny(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="session")
+def endless_model_dir(model_dir, tmp_path_factory):
+    """The tiny model without an end token: it generates as long as it is asked to, however slow the machine is."""
+    endless = tmp_path_factory.mktemp("endless") / "model"
+    shutil.copytree(model_dir, endless)
+    for name in ("config.json", "generation_config.json"):
+        settings = json.loads((endless / name).read_text())
+        settings["eos_token_id"] = None
+        (endless / name).write_text(json.dumps(settings))
+    return str(endless)
 
 
 @pytest.fixture(scope="session")

@@ -369,9 +369,9 @@ class WatchedEngine(VllmEngine):
 
 @pytest.mark.vllm
 @pytest.mark.ray
-def test_vllm_stops_for_a_client_that_went_away_and_samples_nothing_for_a_replay(ray_session, model_dir):
+def test_vllm_stops_for_a_client_that_went_away_and_samples_nothing_for_a_replay(ray_session, endless_model_dir):
     engine = ray.remote(max_concurrency=64)(WatchedEngine).options(num_cpus=0)
-    engine = engine.remote(EngineSettings(model_dir, "float32", 256, "cpu"))
+    engine = engine.remote(EngineSettings(endless_model_dir, "float32", 2048, "cpu"))
     ray.get(engine.start.remote(), timeout=300)
     ray.get(engine.resume.remote(), timeout=60)
     pool = EnginePool([engine], "pool")
@@ -386,7 +386,7 @@ def test_vllm_stops_for_a_client_that_went_away_and_samples_nothing_for_a_replay
 
     async def run():
         async with ChatServer() as server, asyncio.timeout(120):
-            session = Session(renderer(), call_model, max_len=250)
+            session = Session(renderer(), call_model, max_len=2040)
             world = World(server, session, call_model, server.open(session))
             asked = asyncio.create_task(Chat(world).ask(HI))
             await until_engine_has(1)

@@ -1,7 +1,6 @@
 """The real engine: what `FakeEngine` fakes, and what only vLLM can get wrong."""
 
 import asyncio
-import json
 import shutil
 import time
 from dataclasses import replace
@@ -196,18 +195,6 @@ def test_an_update_changes_the_probe_and_running_requests_finish_on_the_old_vers
     assert compare_probe(before[0], after[0])["mismatch/abs_max"].total > 1e-2
     assert set(turn.versions) == {1}
     assert set(later.versions) == {2}
-
-
-@pytest.fixture(scope="module")
-def endless_model_dir(model_dir, tmp_path_factory):
-    """The model without an end token: it generates as long as it is asked to."""
-    endless = tmp_path_factory.mktemp("endless") / "model"
-    shutil.copytree(model_dir, endless)
-    for name in ("config.json", "generation_config.json"):
-        settings = json.loads((endless / name).read_text())
-        settings["eos_token_id"] = None
-        (endless / name).write_text(json.dumps(settings))
-    return str(endless)
 
 
 @pytest.mark.parametrize("partial_kv", ["recompute", "keep"])
