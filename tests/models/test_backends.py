@@ -69,6 +69,7 @@ def runs(directory):
     return runs
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("model", MODELS)
 def test_loss_and_gradient_norm_are_the_same_for_all(runs, model):
     for layout in range(len(LAYOUTS)):
@@ -80,6 +81,7 @@ def test_loss_and_gradient_norm_are_the_same_for_all(runs, model):
             assert second == (pytest.approx(expected[1][0], abs=2e-5), pytest.approx(expected[1][1], rel=2e-5))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("model", MODELS)
 def test_the_classes_are_those_asked_for_and_the_masters_float32(runs, model):
     for ranks, backend in RUNS:
@@ -88,10 +90,12 @@ def test_the_classes_are_those_asked_for_and_the_masters_float32(runs, model):
         assert run.dtypes == {torch.float32}
 
 
+@pytest.mark.processes
 def test_transformers_alone_does_not_import_automodel(runs):
     assert not runs[1, next(iter(MODELS)), "transformers"].automodel_imported
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("model", MODELS)
 def test_an_export_computes_what_was_trained_under_the_names_of_the_original(runs, directory, model):
     original = load_file(directory / model / "model.safetensors")

@@ -132,6 +132,7 @@ def gradients(mesh, cases):
     return results
 
 
+@pytest.mark.processes
 def test_two_ranks_have_the_gradient_of_one(directory, mesh, tmp_path):
     cases = [(directory / kind, backend) for kind in KINDS for backend in BACKENDS]
     alone = gradients(mesh, [(*case, True) for case in cases])

@@ -141,6 +141,7 @@ def on_ranks(mesh, directory, packed, target):
     return results
 
 
+@pytest.mark.processes
 def test_two_ranks_compute_what_one_does(directory, mesh, tmp_path):
     alone = on_ranks(mesh, directory, True, tmp_path / "alone")
     for both in run_ranks(on_ranks, 2, tmp_path / "ranks", directory, False, tmp_path / "saved", limit_s=120):

@@ -255,6 +255,7 @@ def on_a_rank(mesh, path, port, plans, samples):
     return results, not same(state_of(policy), before) and not policy.evidence()
 
 
+@pytest.mark.processes
 def test_every_rank_skips_when_one_has_the_fault(tiny, tmp_path):
     samples = of_policy.make_samples()
     (step,) = of_policy.make_plan(samples, (((0, 1), (2, 3)),))

@@ -97,6 +97,7 @@ def test_resuming_is_bit_identical(tiny, mesh, tmp_path):
     assert_identical(final_again, final)
 
 
+@pytest.mark.processes
 def test_resuming_two_ranks_is_bit_identical_and_one_rank_can_take_over(tiny, mesh, tmp_path):
     saved = tmp_path / "checkpoints"
     (losses, final, at_save), _ = run_ranks(uninterrupted, 2, tmp_path / "a", tiny, saved)
@@ -127,6 +128,7 @@ def saved_while_training(mesh, path, directory):
     return states
 
 
+@pytest.mark.processes
 def test_background_saves_hold_the_moment_they_began_and_do_not_hang(tiny, mesh, tmp_path):
     directory = tmp_path / "checkpoints"
     states, _ = run_ranks(saved_while_training, 2, tmp_path / "ranks", tiny, directory)
@@ -170,6 +172,7 @@ def state_after_load(mesh, path, directory):
     return state
 
 
+@pytest.mark.processes
 def test_one_rank_saves_and_two_resume(tiny, mesh, tmp_path):
     uninterrupted(mesh, tiny, tmp_path)
     alone = state_after_load(mesh, tiny, tmp_path)
@@ -384,6 +387,7 @@ def export_untrained(mesh, path, directory):
     export_hf(trainer(path, mesh)[0], char_tokenizer(), directory)
 
 
+@pytest.mark.processes
 def test_two_ranks_export_what_they_loaded(either, tmp_path):
     run_ranks(export_untrained, 2, tmp_path / "ranks", either, tmp_path / "out")
     assert_identical(*(load_file(path / "model.safetensors") for path in (tmp_path / "out", either)))

@@ -136,6 +136,7 @@ def on_a_rank(mesh, path, port, plans, samples, returns):
     return two_steps(Critic(settings(path), rank, 2, "127.0.0.1", port, 0), plans[rank], samples, returns)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("share", ["nothing of step 2", "nothing at all"])
 def test_two_ranks_do_what_one_does(critic, tiny, tmp_path, share):
     samples = make_samples()

@@ -31,6 +31,7 @@ def assert_same_metrics(got, reference):
         assert a["train/lr"] == b["train/lr"] > 0
 
 
+@pytest.mark.processes
 def test_gradient_does_not_depend_on_layout_or_ranks(either, mesh, tmp_path):
     alone = [grads for _, grads in gradients(mesh, either, LAYOUTS)]
     for grads in alone[1:]:
@@ -40,12 +41,14 @@ def test_gradient_does_not_depend_on_layout_or_ranks(either, mesh, tmp_path):
             assert_same_gradients(grads, alone[0])
 
 
+@pytest.mark.processes
 def test_ranks_may_have_different_numbers_of_micro_batches(tiny, mesh, tmp_path):
     first, second = run_ranks(gradients, 2, tmp_path, tiny, [(1, True)])
     assert first[0][0] != second[0][0]
     assert_same_gradients(first[0][1], gradients(mesh, tiny, [(7, False)])[0][1])
 
 
+@pytest.mark.processes
 def test_loss_and_norm_of_three_steps_do_not_depend_on_layout_or_ranks(tiny, mesh, tmp_path):
     layouts = [(7, False), (3, True), (None, False, 40)]
     alone = steps(mesh, tiny, layouts)
@@ -65,6 +68,7 @@ def kept_sharded(mesh, path):
     return [*types, {type(p) for p in model.parameters()}]
 
 
+@pytest.mark.processes
 def test_a_forward_without_backward_leaves_the_parameters_sharded(tiny, tmp_path):
     for before, after in run_ranks(kept_sharded, 2, tmp_path, tiny):
         assert before == after == {DTensor}

@@ -116,6 +116,7 @@ def on_two_ranks(tiny, tmp_path_factory):
     return run_ranks(all_gradients, 2, tmp_path_factory.mktemp("objective"), tiny, free_port())
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("case", CASES)
 def test_the_gradient_does_not_depend_on_layout_or_ranks(case, tiny, on_two_ranks):
     first, *others = gradients_of(case, tiny, [(8, False), (1, False), (2, True), (8, True)], 0, 1, 0)

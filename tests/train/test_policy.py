@@ -366,6 +366,7 @@ def on_a_rank(mesh, path, port, plans, samples):
     return two_steps(Policy(settings(path, advantage=whitened), rank, 2, "127.0.0.1", port, 0), plans[rank], samples)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("share", ["nothing of step 2", "nothing at all"])
 def test_two_ranks_do_what_one_does(policy, tiny, tmp_path, share):
     """Whitening, weights and gradients are of the whole batch, whatever the second rank has of it."""

@@ -104,6 +104,7 @@ def refusals(mesh, path):
         return str(error)
 
 
+@pytest.mark.processes
 def test_every_rank_refuses_when_one_loss_is_not_finite(tiny, tmp_path):
     for message in run_ranks(refusals, 2, tmp_path, tiny):
         assert "the step was not taken" in message
