@@ -35,6 +35,7 @@ from molt.chat.chat_renderer import ChatRenderer
 from molt.chat.protocol import Message
 from molt.chat.server import ChatServer
 from molt.chat.session import Session
+from molt.columns import token_columns
 from molt.types import Turn
 from tests.tiny import QWEN3, bpe_tokenizer
 
@@ -66,14 +67,13 @@ class SimulatedEngine:
     def __init__(self, renderer: ChatRenderer, seconds: float):
         self.seconds = seconds
         self.prompt_ids = [0]
-        self.ids = np.asarray([*renderer.tokenizer.encode(SAID), renderer.eos_ids[0]], np.int32)
-        self.logprobs = np.full(len(self.ids), -0.5, np.float32)
-        self.versions = np.zeros(len(self.ids), np.int32)
+        ids = [*renderer.tokenizer.encode(SAID), renderer.eos_ids[0]]
+        self.sampled = token_columns(ids, np.zeros(len(ids)), np.full(len(ids), -0.5))
 
     async def __call__(self, prompt_ids: list[int], max_tokens: int) -> Turn:
         self.prompt_ids = prompt_ids
         await asyncio.sleep(self.seconds)
-        return Turn(np.asarray(prompt_ids, np.int32), self.ids, self.logprobs, self.versions, "stop")
+        return Turn(np.asarray(prompt_ids, np.int32), self.sampled, "stop")
 
 
 class Plain:

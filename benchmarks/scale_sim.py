@@ -44,6 +44,7 @@ from _common import timed_callbacks
 
 from molt import cluster
 from molt.cli.args import parse
+from molt.columns import token_columns
 from molt.config import RLConfig
 from molt.data.mixture import EpochOrder
 from molt.data.prompts import PromptDataset, PromptStream
@@ -91,9 +92,7 @@ class SimulatedEngine:
         self.mean_s = 0.0
         self.waiting = 0
         self.most = 0
-        self.ids = np.arange(10, 10 + TOKENS, dtype=np.int32)
-        self.logprobs = np.full(TOKENS, -0.5, np.float32)
-        self.versions = np.zeros(TOKENS, np.int32)
+        self.sampled = token_columns(np.arange(10, 10 + TOKENS), np.zeros(TOKENS), np.full(TOKENS, -0.5))
 
     async def start(self) -> None: ...
 
@@ -114,7 +113,7 @@ class SimulatedEngine:
         self.most = max(self.most, self.waiting)
         await asyncio.sleep(self.mean_s * random.Random(sampling.seed).uniform(0.5, 1.5))
         self.waiting -= 1
-        return Turn(np.asarray(prompt_ids, np.int32), self.ids, self.logprobs, self.versions, "stop")
+        return Turn(np.asarray(prompt_ids, np.int32), self.sampled, "stop")
 
 
 SimulatedEngineWorker = ray.remote(max_concurrency=16384)(SimulatedEngine)

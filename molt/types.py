@@ -1,6 +1,6 @@
 """The nouns: every arrow of the data flow carries one of these.
 
-**The alignment rule.** Every per-token array of a `Sample` has the length of `token_ids`, and entry
+**The alignment rule.** Every per-token array (`molt.columns`) has the length of `token_ids`, and entry
 *t* describes token *t*. There is no T-1 axis anywhere; the shift between logits and tokens lives in
 `molt.models.heads` alone. `versions >= 0` is the loss mask at birth; it can be switched off later,
 never on.
@@ -11,9 +11,7 @@ from typing import Any, Protocol, TypedDict
 
 import numpy as np
 
-NOT_GENERATED = -1
-"""The version of a token that the policy did not sample (prompt, observation, template)."""
-
+from molt.columns import TokenColumns
 
 EVALUATION_EPOCH = -1
 """The epoch of evaluation prompts: their sampling seeds never meet those of training."""
@@ -134,41 +132,57 @@ class Turn:
 
     prompt_ids: np.ndarray
     """int32 `[P]`, the ids the engine was given."""
-    token_ids: np.ndarray
-    """int32 `[T]`, the ids it sampled."""
-    logprobs: np.ndarray
-    """float32 `[T]`, log-prob of each sampled token under the distribution it was sampled from."""
-    versions: np.ndarray
-    """int32 `[T]`, weights that sampled each token."""
+    sampled: TokenColumns
+    """The tokens it sampled, with the weights and the distribution they are from."""
     finish_reason: str
     """`stop` or `length`."""
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """int32 `[T]`, the ids it sampled."""
+        return self.sampled.token_ids
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        """float32 `[T]`, of each sampled token."""
+        return self.sampled.logprobs
+
+    @property
+    def versions(self) -> np.ndarray:
+        """int32 `[T]`, weights that sampled each token."""
+        return self.sampled.versions
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One segment of a rollout as aligned arrays, ready to train on."""
+    """One segment of a rollout, ready to train on."""
 
-    token_ids: np.ndarray
-    """int32 `[T]`."""
-    versions: np.ndarray
-    """int32 `[T]`, weights that sampled token t, or `NOT_GENERATED`."""
-    logprobs: np.ndarray
-    """float32 `[T]`, behaviour log-prob of token t, 0 where it was not generated."""
+    columns: TokenColumns
     media: tuple[Media, ...] = ()
     """What the context of its generated tokens shows, in order."""
 
-    def __post_init__(self):
-        n = len(self.token_ids)
-        if len(self.versions) != n or len(self.logprobs) != n:
-            raise ValueError(
-                f"sample arrays are not aligned: {n} token_ids, {len(self.versions)} versions, "
-                f"{len(self.logprobs)} logprobs; entry t of each must describe token t"
-            )
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """int32 `[T]`."""
+        return self.columns.token_ids
+
+    @property
+    def versions(self) -> np.ndarray:
+        """int32 `[T]`, weights that sampled token t, or `NOT_GENERATED`."""
+        return self.columns.versions
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        """float32 `[T]`, behaviour log-prob of token t, 0 where it was not generated."""
+        return self.columns.logprobs
 
     @property
     def mask(self) -> np.ndarray:
         """bool `[T]`, True where the policy generated the token."""
-        return self.versions >= 0
+        return self.columns.mask
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from molt.errors import EngineError
 from molt.publish.proof import Receipt, checksum, combine
 from molt.rollout.engine_worker import EngineSettings, Sampling
 from molt.types import Media, Turn
+from tests.streams import turn_from
 
 
 class FakeEngine:
@@ -49,7 +50,7 @@ class FakeEngine:
             ids.append(int(values.argmax() if greedy else torch.multinomial(values.exp(), 1, generator=generator)))
             logprobs.append(float(values[ids[-1]]))
         n = len(logprobs)
-        return Turn(
+        return turn_from(
             prompt_ids=np.asarray(prompt_ids, np.int32),
             token_ids=np.asarray(ids[-n:], np.int32),
             logprobs=np.asarray(logprobs, np.float32),

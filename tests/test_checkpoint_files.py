@@ -11,7 +11,8 @@ from molt.records.state import complete_best, complete_ledger, read_best
 from molt.rollout.buffer import load_buffer, save_buffer
 from molt.rollout.dump import begin_dump, check_dump, dumped_batches
 from molt.rollout.samples import describe
-from molt.types import Group, PolicyFailure, Prompt, RolloutInfo, Sample, Scored
+from molt.types import Group, PolicyFailure, Prompt, RolloutInfo, Scored
+from tests.streams import sample_from
 
 FILES = ["loop.json", "extra.json", "trainer.json", "breaker.json", "buffer.json", "best.json", "manifest.json"]
 ROWS = [(part, name) for part in KEYS for name in KEYS[part]]
@@ -87,7 +88,7 @@ def test_a_best_evaluation_without_a_part_of_it_is_forgotten(tmp_path):
 
 def one_sample(oldest):
     versions = np.array([-1, oldest, oldest + 1], np.int32)
-    return Sample(np.array([5, 6, 7], np.int32), versions, np.array([0.0, -1.0, -2.0], np.float32))
+    return sample_from(np.array([5, 6, 7], np.int32), versions, np.array([0.0, -1.0, -2.0], np.float32))
 
 
 def prompt(epoch, position):

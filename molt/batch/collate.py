@@ -95,10 +95,10 @@ def _tensor(array: np.ndarray | Tensor) -> Tensor:
     return torch.tensor(array)
 
 
-def scatter(batch: Batch, arrays: Sequence[np.ndarray | Tensor]) -> Tensor:
-    """Lay per-token arrays (advantages, log-probs, masks, weights) out like `batch.token_ids`.
+def scatter(batch: Batch, arrays: Sequence[np.ndarray | Tensor], *, fill: float = 0) -> Tensor:
+    """Lay per-token arrays (advantages, log-probs, masks, a token column) out like `batch.token_ids`.
 
-    arrays: one [T_i] per sequence, all of one dtype. Returns [B, T] of that dtype, zero or False in padding.
+    arrays: one [T_i, ...] per sequence, all of one dtype. Returns [B, T, ...] of that dtype, `fill` in padding.
     Raises `ValueError` when an array has not the length of its sequence.
     """
     lengths = [len(array) for array in arrays]
@@ -106,8 +106,9 @@ def scatter(batch: Batch, arrays: Sequence[np.ndarray | Tensor]) -> Tensor:
         raise ValueError(f"arrays of {lengths} entries for sequences of {batch.lengths} tokens: not aligned")
 
     values = torch.cat([_tensor(array) for array in arrays])
-    zeros = values.new_zeros(batch.real.shape)
-    return zeros.masked_scatter(batch.real, values)
+    rectangle = values.new_full((*batch.real.shape, *values.shape[1:]), fill)
+    rectangle[batch.real] = values
+    return rectangle
 
 
 def gather(batch: Batch, values: Tensor) -> list[Tensor]:

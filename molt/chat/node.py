@@ -8,6 +8,7 @@ import numpy as np
 
 from molt.chat.normalized import NormalizedMessage, leading_system
 from molt.chat.protocol import Message
+from molt.columns import TokenColumns, context
 from molt.types import Json, Media
 
 NO_IDS = np.empty(0, np.int32)
@@ -49,12 +50,8 @@ class Node:
     """The tools offered, the same in all calls of a conversation."""
     context_ids: np.ndarray
     """int32 `[C]`, the prompt's ids after the parent's path."""
-    token_ids: np.ndarray
-    """int32 `[T]`, sampled."""
-    logprobs: np.ndarray
-    """float32 `[T]`, of `token_ids`."""
-    versions: np.ndarray
-    """int32 `[T]`, of `token_ids`."""
+    sampled: TokenColumns
+    """What the engine sampled after the prompt."""
     train: bool
     """False: sampled from another distribution or opted out; its ids stay context for later calls."""
     media: tuple[Media, ...] = ()
@@ -82,9 +79,14 @@ class Node:
         return self.parent is None
 
     @property
+    def token_ids(self) -> np.ndarray:
+        """int32 `[T]`, sampled."""
+        return self.sampled.token_ids
+
+    @property
     def length(self) -> int:
         """How many ids it adds to the path."""
-        return len(self.context_ids) + len(self.token_ids)
+        return len(self.context_ids) + len(self.sampled)
 
     @property
     def path(self) -> list["Node"]:
@@ -108,8 +110,6 @@ def root_node() -> Node:
         normalized=[],
         tools=[],
         context_ids=NO_IDS,
-        token_ids=NO_IDS,
-        logprobs=NO_IDS,
-        versions=NO_IDS,
+        sampled=context(NO_IDS),
         train=False,
     )

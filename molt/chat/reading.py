@@ -34,9 +34,7 @@ def read_turn(renderer: ChatRenderer, turn: Turn, prompt_ids: list[int], request
     if match is not None:
         turn = replace(
             turn,
-            token_ids=turn.token_ids[: match.tokens],
-            logprobs=turn.logprobs[: match.tokens],
-            versions=turn.versions[: match.tokens],
+            sampled=turn.sampled.slice(0, match.tokens),
             finish_reason="stop",
         )
 

@@ -21,7 +21,8 @@ from molt.chat.branch_reason import Branch, Divergence, explain_branch, was_answ
 from molt.chat.node import NO_IDS, BranchReason, Node, root_node
 from molt.chat.normalized import NormalizedMessage, leading_system, normalize_message, without_cache_mark
 from molt.chat.protocol import Message
-from molt.types import NOT_GENERATED, Json, Media, Sample, Turn
+from molt.columns import concat, context
+from molt.types import Json, Media, Sample, Turn
 
 EXCERPT = 60
 """Characters that `Tree.show` prints of each end of a text."""
@@ -219,9 +220,7 @@ class Tree:
             normalized=normalized,
             tools=match.tools,
             context_ids=given[start:].copy(),  # a view would keep every whole prompt in memory
-            token_ids=np.asarray(turn.token_ids, np.int32),
-            logprobs=turn.logprobs,
-            versions=turn.versions,
+            sampled=turn.sampled,
             train=train,
             media=tuple(each for each in media if each.start >= start),
         )
@@ -291,17 +290,14 @@ class Tree:
         return [self._sample(segment) for segment in self._segments()]
 
     def _sample(self, segment: Segment) -> Sample:
-        token_ids = self.ids(segment.leaf)
-        versions = np.full(len(token_ids), NOT_GENERATED, np.int32)
-        logprobs = np.zeros(len(token_ids), np.float32)
-        end = 0
+        parts = []
         for node in segment.leaf.path:
-            start = end + len(node.context_ids)
-            end = start + len(node.token_ids)
-            if node in segment.trained:
-                versions[start:end] = node.versions
-                logprobs[start:end] = node.logprobs
-        return Sample(token_ids=token_ids, versions=versions, logprobs=logprobs, media=self.media(segment.leaf))
+            sampled = node.sampled
+            if node not in segment.trained:
+                sampled = sampled.mask_out(slice(None))
+            parts.append(context(node.context_ids))
+            parts.append(sampled)
+        return Sample(concat(parts), media=self.media(segment.leaf))
 
     def _segments(self) -> list[Segment]:
         """One per trained node that no trained node follows. A node is trained in the first segment that holds it."""
@@ -377,7 +373,7 @@ class Tree:
         elif node.reason:
             reason = f" ({node.reason})"
 
-        versions = ", ".join(str(version) for version in np.unique(node.versions)) or "none"
+        versions = ", ".join(str(version) for version in np.unique(node.sampled.versions)) or "none"
         images = ""
         if len(node.media) == 1:
             images = "1 image, "

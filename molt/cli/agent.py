@@ -240,16 +240,19 @@ class ScriptedModel:
         """The next answer, as sampled by weights of version 0."""
         import numpy as np
 
+        from molt.columns import token_columns
         from molt.types import Turn
 
         spelled = self._renderer.tokenizer.encode(next(self._answers), add_special_tokens=False)
         complete = [*spelled, *self._end_ids]
-        token_ids = np.asarray(complete[:max_tokens], np.int32)
+        token_ids = complete[:max_tokens]
         return Turn(
             prompt_ids=np.asarray(prompt_ids, np.int32),
-            token_ids=token_ids,
-            logprobs=np.full(len(token_ids), -1.0, np.float32),
-            versions=np.zeros(len(token_ids), np.int32),
+            sampled=token_columns(
+                token_ids=token_ids,
+                versions=np.zeros(len(token_ids)),
+                logprobs=np.full(len(token_ids), -1.0),
+            ),
             finish_reason="stop" if len(complete) <= max_tokens else "length",
         )
 

@@ -164,9 +164,7 @@ def rollout_rows(
                     "truncated": rollout.truncated,
                     "version_trained": version,
                     "prompt_tokens": _prompt_tokens(sample),
-                    "token_ids": sample.token_ids,
-                    "versions": sample.versions,
-                    "logprobs": sample.logprobs,
+                    "columns": sample.columns,
                 }
             )
     return rows

@@ -13,7 +13,7 @@ SHOWN_ROLLOUTS = 8
 SHOWN_CHARACTERS = 3000
 
 StoredSample = Json
-"""A row of the rollout store: the columns of `rollouts.SCHEMA`."""
+"""A row of the rollout store: the columns of `rollouts.schema`."""
 
 
 def rollout_cards(run_dir: Path) -> str:

@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from molt.columns import ALWAYS, Column, TokenColumns
 from molt.types import Json
 
-SCHEMA = pa.schema(
+RECORD_SCHEMA = pa.schema(
     [
         ("group_id", pa.string()),  # `epoch:position` of the prompt
         ("rollout", pa.int32()),  # index in the group
@@ -25,13 +27,31 @@ SCHEMA = pa.schema(
         ("truncated", pa.bool_()),  # ran out of context, tokens or turns
         ("version_trained", pa.int32()),  # weights that were trained on it
         ("prompt_tokens", pa.int32()),  # tokens before the first generated one
-        ("token_ids", pa.list_(pa.int32())),
-        ("versions", pa.list_(pa.int32())),  # weights that sampled each token, -1: not generated
-        ("logprobs", pa.list_(pa.float32())),  # behaviour log-prob, 0: not generated
+    ]
+)
+"""What a row says of its sample."""
+
+TEXT_SCHEMA = pa.schema(
+    [
         ("text", pa.string()),  # everything decoded
         ("runs", pa.list_(pa.string())),  # decoded piece by piece: one string per run of equal `versions`
     ]
 )
+"""Views of the tokens."""
+
+
+def schema(further: Sequence[Column] = ()) -> pa.Schema:
+    """The columns of a stored file: the record, the token columns (those of every stream, then `further`), the text."""
+    tokens = [(column.name, _list_type(column)) for column in (*ALWAYS, *further)]
+    return pa.schema([*RECORD_SCHEMA, *pa.schema(tokens), *TEXT_SCHEMA])
+
+
+def _list_type(column: Column) -> pa.DataType:
+    """A list with an entry per token."""
+    entry = pa.from_numpy_dtype(np.dtype(column.dtype))
+    for _ in column.shape:
+        entry = pa.list_(entry)
+    return pa.list_(entry)
 
 
 def runs_of_versions(versions: Iterable[int]) -> list[tuple[int, int]]:
@@ -65,12 +85,16 @@ def step_of(path: Path) -> int:
 
 
 def write_rollouts(run_dir: Path, step: int, rows: list[Json], decode: Callable[[list[int]], str]) -> Path:
-    """Store `rows` (keys: the columns of `SCHEMA`) atomically; `text` and `runs` are filled in.
+    """Store `rows` atomically; `text` and `runs` are filled in.
 
-    Raises `KeyError` for a column that does not exist, so that a misspelt one is not lost in silence.
+    A row has the keys of `RECORD_SCHEMA`, and `columns`, its `TokenColumns`. Raises `KeyError` for a key that does not
+    exist, so that a misspelt one is not lost in silence.
     """
-    complete = [_with_text(row, decode) for row in rows]
-    table = pa.Table.from_pylist(complete, schema=SCHEMA)
+    further: dict[Column, None] = {}
+    for row in rows:
+        further.update(dict.fromkeys(row["columns"].further))
+    complete = [_complete(row, list(further), decode) for row in rows]
+    table = pa.Table.from_pylist(complete, schema=schema(list(further)))
 
     path = rollouts_path(run_dir, step)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,14 +104,18 @@ def write_rollouts(run_dir: Path, step: int, rows: list[Json], decode: Callable[
     return path
 
 
-def _with_text(row: Json, decode: Callable[[list[int]], str]) -> Json:
-    unknown = row.keys() - set(SCHEMA.names)
+def _complete(row: Json, further: Sequence[Column], decode: Callable[[list[int]], str]) -> Json:
+    """The row as it is stored."""
+    record = dict(row)
+    columns: TokenColumns = record.pop("columns")
+    unknown = record.keys() - set(RECORD_SCHEMA.names)
     if unknown:
-        raise KeyError(f"rollout columns {sorted(unknown)} do not exist: they would be lost. See rollouts.SCHEMA.")
+        raise KeyError(
+            f"rollout columns {sorted(unknown)} do not exist: they would be lost. See rollouts.RECORD_SCHEMA."
+        )
 
-    ids = [int(token) for token in row["token_ids"]]
-    return {
-        **row,
-        "text": decode(ids),
-        "runs": text_runs(ids, row["versions"], decode),
-    }
+    for column in (*ALWAYS, *further):
+        record[column.name] = columns.values(column).tolist()
+    record["text"] = decode(record["token_ids"])
+    record["runs"] = text_runs(record["token_ids"], record["versions"], decode)
+    return record

@@ -1,11 +1,13 @@
 """The buffer in a checkpoint: finished groups that are not trained yet, arrays and light records.
 
     buffer.json    the records: groups, their rollouts, and how many tokens each sample has
-    buffer.npz     the per-token arrays of all samples, one after another in the order of the records
+    buffer.npz     the token columns of all samples, one after another in the order of the records, and `columns`: the
+                   declarations, as JSON, of those that not every stream has
 
 There is no pickle in either. A rollout dump has the same two files for every batch (`replay.py`).
 """
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,18 +15,18 @@ from pathlib import Path
 import numpy as np
 
 from molt.checkpoint_files import FORMAT, NUMBER, read_json, require_known_format, with_defaults, write_json
+from molt.columns import ALWAYS, TokenColumns, concat, declaration, declared
 from molt.errors import CheckpointError
 from molt.rollout.samples import describe
 from molt.types import Group, InfraFailure, Json, PolicyFailure, Prompt, RolloutInfo, Sample, SampleInfo, Scored
 
 RolloutSamples = list[list[Sample]]
 """The samples of one group, `[rollout][segment]`."""
-Arrays = dict[str, np.ndarray]
-"""The columns of all samples, by name; see `COLUMNS`."""
 
 RECORDS = "buffer.json"
 ARRAYS = "buffer.npz"
-COLUMNS = ("token_ids", "versions", "logprobs")
+DECLARATIONS = "columns"
+"""In buffer.npz, the declarations of the columns besides `ALWAYS`."""
 
 
 def save_buffer(directory: Path, groups: Sequence[Group], samples: Sequence[RolloutSamples]) -> None:
@@ -63,20 +65,10 @@ def load_buffer(directory: Path, prompt_at: Callable[[int, int], Prompt]) -> tup
 
 
 def _write_arrays(path: Path, samples: Sequence[RolloutSamples]) -> None:
-    flat = list(_flatten(samples))
-    np.savez(
-        path,
-        format=np.array(FORMAT),
-        token_ids=_end_to_end([sample.token_ids for sample in flat]),
-        versions=_end_to_end([sample.versions for sample in flat]),
-        logprobs=_end_to_end([sample.logprobs for sample in flat]),
-    )
-
-
-def _end_to_end(columns: list[np.ndarray]) -> np.ndarray:
-    if not columns:
-        return np.zeros(0)
-    return np.concatenate(columns)
+    columns = concat([sample.columns for sample in _flatten(samples)])
+    arrays = {column.name: array for column, array in columns.arrays.items()}
+    declarations = [declaration(column) for column in columns.further]
+    np.savez(path, **{NUMBER: np.array(FORMAT), DECLARATIONS: np.array(json.dumps(declarations))}, **arrays)
 
 
 def _flatten(samples: Sequence[RolloutSamples]) -> Iterable[Sample]:
@@ -85,36 +77,34 @@ def _flatten(samples: Sequence[RolloutSamples]) -> Iterable[Sample]:
             yield from segments
 
 
-def _read_arrays(path: Path) -> Arrays:
+def _read_arrays(path: Path) -> TokenColumns:
     with np.load(path, allow_pickle=False) as file:
         if NUMBER in file:
             require_known_format(path, int(file[NUMBER]))
-        missing = [name for name in COLUMNS if name not in file]
+        columns = list(ALWAYS)
+        if DECLARATIONS in file:
+            columns += [declared(record) for record in json.loads(str(file[DECLARATIONS]))]
+        missing = [column.name for column in columns if column.name not in file]
         if missing:
             raise CheckpointError(
                 f"{path} has no {missing[0]}: its groups cannot be trained. Remove this checkpoint or dump to resume "
                 "from the one before, or use another --ckpt.output_dir."
             )
-        return {name: file[name] for name in COLUMNS}
+        return TokenColumns({column: column.array(file[column.name]) for column in columns})
 
 
 class _SampleReader:
-    """Takes one sample after another from the arrays of all."""
+    """Takes one sample after another from the columns of all."""
 
-    def __init__(self, arrays: Arrays):
-        self.arrays = arrays
+    def __init__(self, columns: TokenColumns):
+        self.columns = columns
         self.position = 0
 
     def next(self, tokens: int) -> Sample:
         """The next sample, of `tokens` tokens."""
-        end = self.position + tokens
-        part = slice(self.position, end)
-        self.position = end
-        return Sample(
-            token_ids=self.arrays["token_ids"][part],
-            versions=self.arrays["versions"][part],
-            logprobs=self.arrays["logprobs"][part],
-        )
+        start = self.position
+        self.position += tokens
+        return Sample(self.columns.slice(start, self.position))
 
 
 def _group_record(group: Group) -> Json:

@@ -14,6 +14,7 @@ import numpy as np
 import ray
 
 from molt.chat.images import open_image
+from molt.columns import token_columns
 from molt.config import VllmConfig
 from molt.errors import EngineError
 from molt.publish.proof import Receipt
@@ -155,9 +156,11 @@ class VllmEngine:
             )
         return Turn(
             prompt_ids=np.asarray(prompt_ids, np.int32),
-            token_ids=np.asarray(output.token_ids, np.int32),
-            logprobs=np.asarray(output.logprobs.logprobs, np.float32),
-            versions=_versions(output.weight_versions, len(output.token_ids)),
+            sampled=token_columns(
+                token_ids=output.token_ids,
+                versions=_versions(output.weight_versions, len(output.token_ids)),
+                logprobs=output.logprobs.logprobs,
+            ),
             finish_reason=output.finish_reason,
         )
 

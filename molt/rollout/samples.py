@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from molt.types import NOT_GENERATED, Sample, SampleInfo, Turn
+from molt.columns import NOT_GENERATED, TokenColumns, concat, context
+from molt.types import Sample, SampleInfo, Turn
 
 
 def to_sample(turns: Sequence[Turn]) -> Sample:
@@ -18,20 +19,18 @@ def to_sample(turns: Sequence[Turn]) -> Sample:
     Raises `AssertionError` if a turn's prompt does not extend the stream before it token for token:
     then something was re-tokenised, and training on it would train on tokens nobody sampled.
     """
-    token_ids = _stream(turns[-1])
-    versions = np.full(len(token_ids), NOT_GENERATED, np.int32)
-    logprobs = np.zeros(len(token_ids), np.float32)
-
+    parts: list[TokenColumns] = []
+    stream = _stream(turns[-1])
     end = 0
     for turn in turns:
         start = len(turn.prompt_ids)
         assert start >= end, f"turn starts at token {start}, inside the turn before it that ends at {end}"
+        parts.append(context(turn.prompt_ids[end:]))
+        parts.append(turn.sampled)
         end = start + len(turn.token_ids)
-        unchanged = np.array_equal(token_ids[:end], _stream(turn))
+        unchanged = np.array_equal(stream[:end], _stream(turn))
         assert unchanged, f"the stream of {end} tokens was rewritten after sampling"
-        versions[start:end] = turn.versions
-        logprobs[start:end] = turn.logprobs
-    return Sample(token_ids, versions, logprobs)
+    return Sample(concat(parts))
 
 
 def describe(sample: Sample) -> SampleInfo:
@@ -41,7 +40,7 @@ def describe(sample: Sample) -> SampleInfo:
     if mask.any():
         oldest_version = int(sample.versions[mask].min())
     return SampleInfo(
-        tokens=len(sample.token_ids),
+        tokens=len(sample),
         trained_tokens=int(mask.sum()),
         oldest_version=oldest_version,
         media=len(sample.media),

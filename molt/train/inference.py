@@ -9,6 +9,7 @@ from torch import Tensor
 
 from molt.batch.collate import Batch, collate, gather, scatter
 from molt.batch.plan import Place, RankPlan, SampleTask
+from molt.columns import Column
 from molt.models.forward import PolicyModel, ValueModel
 from molt.train.step import dummy_batch
 from molt.types import Sample
@@ -46,6 +47,20 @@ def lay_out(tasks: list[SampleTask], samples: Samples, *, packed: bool) -> tuple
     batch = collate([sample.token_ids for sample in chosen], packed=packed)
     mask = scatter(batch, [sample.mask for sample in chosen])
     return batch, mask
+
+
+def lay_out_columns(batch: Batch, tasks: list[SampleTask], samples: Samples) -> dict[str, Tensor]:
+    """The columns besides those that every stream has, by name: `[B, T, *shape]`, `fill` in padding."""
+    chosen = [sample_of(samples, task).columns for task in tasks]
+    further: dict[str, Column] = {}
+    for columns in chosen:
+        further.update({column.name: column for column in columns.further})
+
+    tensors = {}
+    for name, column in further.items():
+        arrays = [columns.values(column) for columns in chosen]
+        tensors[name] = scatter(batch, arrays, fill=column.fill)
+    return tensors
 
 
 def logprobs_forward(model: PolicyModel, temperature: float) -> Forward:

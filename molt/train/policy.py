@@ -27,7 +27,16 @@ from molt.parallel.mesh import init_distributed, resolve_device, seed
 from molt.publish.gather import named_full_tensors
 from molt.report.metrics import merge
 from molt.train.checkpoint import export_hf
-from molt.train.inference import Samples, TokenArrays, infer, lay_out, logprobs_forward, sample_of, tasks_of
+from molt.train.inference import (
+    Samples,
+    TokenArrays,
+    infer,
+    lay_out,
+    lay_out_columns,
+    logprobs_forward,
+    sample_of,
+    tasks_of,
+)
 from molt.train.token_advantages import AdvantageInputs, TokenAdvantages, token_advantages
 from molt.train.trained import Trained
 from molt.types import NO_ROLLBACK, Lineage, Metric
@@ -68,6 +77,8 @@ class PolicyMicroBatch:
     """None: this is the first optimizer step of the training batch, so old = current, detached."""
     ref_logprobs: Tensor | None
     """None: there is no KL in the loss."""
+    columns: dict[str, Tensor]
+    """The further token columns of the samples, by name: `[B, T, *shape]`."""
 
 
 class Policy(Trained[PolicyModel]):
@@ -198,6 +209,7 @@ class Policy(Trained[PolicyModel]):
         if self.settings.algo.kl.use_loss and self.kl_coef:
             ref_logprobs = on_device([inferred["ref_logprobs"][task.at] for task in tasks])
 
+        columns = lay_out_columns(batch, tasks, samples)
         return PolicyMicroBatch(
             batch=batch,
             mask=mask.to(self.device),
@@ -208,6 +220,7 @@ class Policy(Trained[PolicyModel]):
             shares=torch.tensor([task.share for task in tasks], device=self.device),
             old_logprobs=old_logprobs,
             ref_logprobs=ref_logprobs,
+            columns={name: values.to(self.device) for name, values in columns.items()},
         )
 
     def _loss(self, model: nn.Module, micro_batch: PolicyMicroBatch) -> tuple[Tensor, dict[str, Metric]]:

@@ -15,7 +15,8 @@ from molt.agents import ChatAgent, ChatAgentRunner, PolicyFailure, Result, harne
 from molt.agents.step_runner import EpisodeContext
 from molt.chat.chat_renderer import ChatRenderer
 from molt.errors import AgentError
-from molt.types import InfraFailure, Prompt, Scored, Turn
+from molt.types import InfraFailure, Prompt, Scored
+from tests.streams import turn_from
 from tests.tiny import END_ID, char_tokenizer
 
 TOKENIZER = char_tokenizer()
@@ -37,7 +38,7 @@ class Model:
         reason = "stop" if ids[-1] == END_ID else "length"
         as_array = np.asarray(ids, np.int32)
         logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32)
-        return Turn(np.asarray(prompt_ids, np.int32), as_array, logprobs, np.full(len(ids), 3, np.int32), reason)
+        return turn_from(np.asarray(prompt_ids, np.int32), as_array, logprobs, np.full(len(ids), 3, np.int32), reason)
 
     async def freely(self, prompt_ids, max_tokens, sampling):
         self.free.append(sampling)

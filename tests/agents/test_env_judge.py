@@ -11,7 +11,8 @@ from molt.agents import Env, PolicyFailure, Result, StepEnvRunner
 from molt.agents.step_runner import EpisodeContext
 from molt.chat.chat_renderer import ChatRenderer
 from molt.chat.render import Renderer
-from molt.types import InfraFailure, Prompt, Scored, Turn
+from molt.types import InfraFailure, Prompt, Scored
+from tests.streams import turn_from
 from tests.tiny import END_ID, char_tokenizer
 
 TOKENIZER = char_tokenizer()
@@ -21,7 +22,7 @@ ASK = [{"role": "user", "content": "is it good?"}]
 def turn_of(text, prompt_ids):
     ids = np.asarray([*TOKENIZER.encode(text, add_special_tokens=False), END_ID], np.int32)
     logprobs, versions = np.full(len(ids), -0.5, np.float32), np.full(len(ids), 3, np.int32)
-    return Turn(np.asarray(prompt_ids, np.int32), ids, logprobs, versions, "stop")
+    return turn_from(np.asarray(prompt_ids, np.int32), ids, logprobs, versions, "stop")
 
 
 def play(step, judged, *, judge=True, episodes=1, over=()):

@@ -10,7 +10,8 @@ from molt.agents.step_runner import EpisodeContext
 from molt.chat.chat_renderer import ChatRenderer
 from molt.chat.render import Renderer
 from molt.errors import AgentError
-from molt.types import Prompt, Turn
+from molt.types import Prompt
+from tests.streams import turn_from
 from tests.tiny import END_ID, QWEN3, char_tokenizer
 
 TOKENIZER = char_tokenizer(QWEN3)
@@ -30,7 +31,7 @@ def play(step, *answers, tools=(TOOL,)):
         prompts.append(TOKENIZER.decode(prompt_ids))
         ids = np.asarray([*TOKENIZER.encode(answers.pop(0), add_special_tokens=False), END_ID], np.int32)
         logprobs, versions = np.full(len(ids), -0.5, np.float32), np.full(len(ids), 3, np.int32)
-        return Turn(np.asarray(prompt_ids, np.int32), ids, logprobs, versions, "stop")
+        return turn_from(np.asarray(prompt_ids, np.int32), ids, logprobs, versions, "stop")
 
     prompt = Prompt(0, 0, 0, [{"role": "user", "content": "1 + 2?"}], None, tools=list(tools) or None)
     context = EpisodeContext(

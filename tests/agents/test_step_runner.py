@@ -11,6 +11,7 @@ from molt.agents.step_runner import EpisodeContext
 from molt.chat.render import Renderer
 from molt.errors import AgentError
 from molt.types import InfraFailure, Prompt, Scored, Turn
+from tests.streams import turn_from
 from tests.tiny import END_ID, char_tokenizer
 
 TOKENIZER = char_tokenizer()
@@ -40,7 +41,7 @@ class Script:
         self.budgets.append(max_tokens)
         sampled = [*ids(self.answers.pop(0)), END_ID][:max_tokens]
         n = len(sampled)
-        return Turn(
+        return turn_from(
             np.array(prompt_ids, np.int32),
             np.array(sampled, np.int32),
             np.full(n, -0.5, np.float32),

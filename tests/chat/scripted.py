@@ -16,6 +16,7 @@ from molt.chat.chat_renderer import ChatRenderer
 from molt.chat.server import ChatServer
 from molt.chat.session import Session
 from molt.types import Turn
+from tests.streams import turn_from
 from tests.tiny import END_ID, QWEN3, char_tokenizer
 
 VERSION = 3
@@ -37,7 +38,7 @@ def text_of(ids) -> str:
 def turn_of(text: str, prompt_ids=(), max_tokens: int = 10_000) -> Turn:
     """`text` and the end token, cut at max_tokens; the log-prob of token i is -i - 1."""
     ids = [*ids_of(text), END_ID][:max_tokens]
-    return Turn(
+    return turn_from(
         prompt_ids=np.array(prompt_ids, np.int32),
         token_ids=np.array(ids, np.int32),
         logprobs=-np.arange(1, len(ids) + 1, dtype=np.float32),

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molt.chat.tree import Tree
-from molt.types import Turn
+from tests.streams import turn_from
 
 TOOLS = [{"type": "function", "function": {"name": "sh", "parameters": {"type": "object", "properties": {}}}}]
 SYSTEM = {"role": "system", "content": "You are an agent."}
@@ -48,7 +48,7 @@ class Engine:
         ids = np.arange(self.next, self.next + count, dtype=np.int32)
         self.next += count
         versions = np.full(count, self.version, np.int32)
-        turn = Turn(np.array(prompt_ids, np.int32), ids, -ids.astype(np.float32) / 4096, versions, "stop")
+        turn = turn_from(np.array(prompt_ids, np.int32), ids, -ids.astype(np.float32) / 4096, versions, "stop")
         self.turns.append(turn)
         return turn
 

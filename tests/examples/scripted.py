@@ -9,6 +9,7 @@ from molt.agents.load import load_runner
 from molt.agents.step_runner import Episode, EpisodeContext
 from molt.chat.render import Renderer
 from molt.types import Prompt, Turn
+from tests.streams import turn_from
 from tests.tiny import END_ID, char_tokenizer
 
 AGENTS = Path(__file__).parents[2] / "examples" / "python" / "agents"
@@ -27,7 +28,7 @@ class Script:
         ids = [*TOKENIZER(self.answers.pop(0), add_special_tokens=False).input_ids, END_ID][:max_tokens]
         n = len(ids)
         arrays = np.array(prompt_ids, np.int32), np.array(ids, np.int32), np.zeros(n, np.float32), np.zeros(n, np.int32)
-        return Turn(*arrays, "stop" if ids[-1] == END_ID else "length")
+        return turn_from(*arrays, "stop" if ids[-1] == END_ID else "length")
 
 
 def play(file: str, question: str, label: object, *answers: str, chat: bool = True, **limits) -> tuple[Episode, Script]:

@@ -16,7 +16,8 @@ import pytest
 from molt.agents import ChatAgent, ChatAgentRunner, Result
 from molt.agents.step_runner import EpisodeContext
 from molt.chat.chat_renderer import ChatRenderer
-from molt.types import Prompt, Turn
+from molt.types import Prompt
+from tests.streams import turn_from
 from tests.tiny import ALPHABET, END_ID, QWEN3, char_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,7 +53,7 @@ def scripted(tool: str):
         sampled.append(ids)
         as_array = np.asarray(ids, np.int32)
         logprobs, versions = -np.ones(len(ids), np.float32), np.zeros(len(ids), np.int32)
-        return Turn(np.asarray(prompt_ids, np.int32), as_array, logprobs, versions, "stop")
+        return turn_from(np.asarray(prompt_ids, np.int32), as_array, logprobs, versions, "stop")
 
     return model, sampled
 

@@ -13,7 +13,8 @@ from molt.agents.load import load_runner
 from molt.agents.step_runner import EpisodeContext
 from molt.chat.chat_renderer import ChatRenderer
 from molt.chat.render import Renderer
-from molt.types import Prompt, Turn
+from molt.types import Prompt
+from tests.streams import turn_from
 from tests.tiny import END_ID, QWEN3, char_tokenizer
 
 AGENTS = Path(__file__).resolve().parents[2] / "examples" / "python" / "agents"
@@ -32,7 +33,7 @@ def play(file: str, label: str, *answers: str):
         prompts.append(TOKENIZER.decode(prompt_ids))
         ids = np.asarray([*TOKENIZER.encode(answers.pop(0), add_special_tokens=False), END_ID], np.int32)
         logprobs, versions = np.full(len(ids), -0.5, np.float32), np.full(len(ids), 3, np.int32)
-        return Turn(np.asarray(prompt_ids, np.int32), ids, logprobs, versions, "stop")
+        return turn_from(np.asarray(prompt_ids, np.int32), ids, logprobs, versions, "stop")
 
     runner = load_runner(str(AGENTS / file))
     tool = {"type": "function", "function": {"name": "python", "parameters": {"type": "object", "properties": {}}}}

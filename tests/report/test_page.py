@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from molt.columns import token_columns
 from molt.config import LoggerConfig
 from molt.report.charts import Chart, draw, short, smooth, smoothing_radius, thin, ticks
 from molt.report.page import build, write_report
@@ -33,9 +34,7 @@ def rollout(reward, text):
         "truncated": False,
         "version_trained": 5,
         "prompt_tokens": len(prompt),
-        "token_ids": ids,
-        "versions": versions,
-        "logprobs": [0.0] * len(ids),
+        "columns": token_columns(ids, versions, [0.0] * len(ids)),
     }
 
 

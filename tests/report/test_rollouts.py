@@ -1,7 +1,11 @@
 import pyarrow.parquet as pq
 import pytest
 
-from molt.report.rollouts import SCHEMA, rollouts_path, step_of, text_runs, write_rollouts
+from molt.columns import RESERVED, Column, token_columns
+from molt.report.rollouts import RECORD_SCHEMA, TEXT_SCHEMA, rollouts_path, schema, step_of, text_runs, write_rollouts
+
+TOKENS = token_columns([97, 98, 99, 100], [-1, -1, 7, 8], [0.0, 0.0, -0.5, -0.25])
+LISTS = {"token_ids": [97, 98, 99, 100], "versions": [-1, -1, 7, 8], "logprobs": [0.0, 0.0, -0.5, -0.25]}
 
 
 def row(**changes):
@@ -16,9 +20,7 @@ def row(**changes):
         "truncated": False,
         "version_trained": 8,
         "prompt_tokens": 2,
-        "token_ids": [97, 98, 99, 100],
-        "versions": [-1, -1, 7, 8],
-        "logprobs": [0.0, 0.0, -0.5, -0.25],
+        "columns": TOKENS,
         **changes,
     }
 
@@ -34,7 +36,9 @@ def decode(ids):
 def test_rows_come_back_as_they_went_in(tmp_path):
     path = write_rollouts(tmp_path, 12, [row()], decode)
     assert path == rollouts_path(tmp_path, 12) and path.name == "step_000012.parquet" and step_of(path) == 12
-    assert read(path) == [row(text="abcd", runs=["ab", "c", "d"])]
+    expected = {**row(), **LISTS, "text": "abcd", "runs": ["ab", "c", "d"]}
+    del expected["columns"]
+    assert read(path) == [expected]
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
@@ -56,4 +60,15 @@ def test_a_misspelt_column_is_refused(tmp_path):
 
 def test_a_step_without_rollouts_is_a_file_with_the_schema(tmp_path):
     assert read(write_rollouts(tmp_path, 1, [], decode)) == []
-    assert SCHEMA.field("token_ids").type.value_type == "int32"
+    assert schema().field("token_ids").type.value_type == "int32"
+
+
+def test_a_further_column_is_stored_and_filled_where_a_row_lacks_it(tmp_path):
+    pairs = Column("pairs", "int16", fill=-1, shape=(2,))
+    described = TOKENS.with_column(pairs, [[0, 0], [0, 0], [3, 4], [5, 6]])
+    stored = read(write_rollouts(tmp_path, 1, [row(columns=described), row()], decode))
+    assert [each["pairs"] for each in stored] == [[[0, 0], [0, 0], [3, 4], [5, 6]], [[-1, -1]] * 4]
+
+
+def test_a_column_cannot_take_the_name_of_something_else_that_is_stored():
+    assert {*RECORD_SCHEMA.names, *TEXT_SCHEMA.names} <= RESERVED

@@ -6,7 +6,8 @@ import numpy as np
 
 from molt.rollout.buffer import load_buffer, save_buffer
 from molt.rollout.samples import describe
-from molt.types import Group, InfraFailure, PolicyFailure, Prompt, RolloutInfo, Sample, Scored
+from molt.types import Group, InfraFailure, PolicyFailure, Prompt, RolloutInfo, Scored
+from tests.streams import sample_from
 
 
 def prompt(epoch, position):
@@ -17,7 +18,7 @@ def sample(length, seed):
     rng = np.random.default_rng(seed)
     versions = rng.integers(-1, 3, length).astype(np.int32)
     logprobs = np.where(versions >= 0, -rng.random(length), 0).astype(np.float32)
-    return Sample(rng.integers(0, 99, length).astype(np.int32), versions, logprobs)
+    return sample_from(rng.integers(0, 99, length).astype(np.int32), versions, logprobs)
 
 
 def rollout(group_id, index, outcome, samples, **other):

@@ -8,7 +8,8 @@ import pytest
 from molt.rollout.attempt import Attempt
 from molt.rollout.group_task import GroupTask
 from molt.rollout.model_calls import FREE, TRAINED, ModelCalls, RolloutKey, SeedsByPrompt, SeedsByTurn
-from molt.types import Media, Prompt, Turn
+from molt.types import Media, Prompt
+from tests.streams import turn_from
 
 KEY = RolloutKey(train_seed=7, epoch=2, position=11, index=1)
 TASK = GroupTask(Prompt(2, 11, 0, None, "say"), 2, temperature=0.7, top_p=0.9, top_k=5, max_new_tokens=None)
@@ -28,7 +29,7 @@ class RecordingPool:
         self.media.append(media)
         self.doing.append(self.attempt.state("runner0").doing)
         nothing = np.empty(0, np.int32)
-        return Turn(nothing, nothing, np.empty(0, np.float32), nothing, "stop")
+        return turn_from(nothing, nothing, np.empty(0, np.float32), nothing, "stop")
 
 
 def calls_of(trained_seeds):

@@ -22,7 +22,8 @@ from molt.rollout.group_task import GroupTask
 from molt.rollout.model_calls import seed_of
 from molt.rollout.runner_pool import RunnerPool
 from molt.rollout.watchdog import RolloutState
-from molt.types import InfraFailure, PolicyFailure, Prompt, Scored, Turn
+from molt.types import InfraFailure, PolicyFailure, Prompt, Scored
+from tests.streams import turn_from
 from tests.tiny import END_ID
 
 AGENT = """
@@ -110,7 +111,7 @@ class FakeEngine:
         sampled = np.array([50, 51, END_ID][: sampling.max_tokens], np.int32)
         n = len(sampled)
         finish = "stop" if n == 3 else "length"
-        return Turn(
+        return turn_from(
             np.array(prompt_ids, np.int32), sampled, np.full(n, -1.0, np.float32), np.zeros(n, np.int32), finish
         )
 

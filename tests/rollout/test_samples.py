@@ -5,13 +5,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from molt.columns import NOT_GENERATED
 from molt.rollout.samples import describe, to_sample
-from molt.types import NOT_GENERATED, Sample, SampleInfo, Turn
+from molt.types import SampleInfo, Turn
+from tests.streams import sample_from, turn_from
 
 
 def turn(prompt_ids, token_ids, versions, logprobs=None) -> Turn:
     n = len(token_ids)
-    return Turn(
+    return turn_from(
         np.array(prompt_ids, np.int32),
         np.array(token_ids, np.int32),
         np.array([-0.5] * n if logprobs is None else logprobs, np.float32),
@@ -78,4 +80,4 @@ def test_sampled_positions_are_the_turns_tokens_and_everything_else_is_context(d
 
 def test_arrays_that_are_not_aligned_are_refused():
     with pytest.raises(ValueError, match="3 token_ids, 2 versions, 3 logprobs"):
-        Sample(np.zeros(3, np.int32), np.zeros(2, np.int32), np.zeros(3, np.float32))
+        sample_from(np.zeros(3, np.int32), np.zeros(2, np.int32), np.zeros(3, np.float32))

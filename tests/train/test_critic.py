@@ -6,11 +6,12 @@ import torch
 import torch.distributed as dist
 
 from molt.batch.plan import SampleTask
+from molt.columns import NOT_GENERATED
 from molt.config import AdamConfig, CriticConfig, FsdpConfig, TrainConfig
 from molt.report import metrics as report
 from molt.train.checkpoint import begin, commit
 from molt.train.critic import Critic, CriticSettings
-from molt.types import NOT_GENERATED, Sample
+from tests.streams import sample_from
 from tests.tiny import tiny_qwen3
 from tests.train.ranks import free_port, run_ranks, whole
 
@@ -45,7 +46,9 @@ def make_samples(lengths=(9, 14, 6, 11)):
     for g, length in enumerate(lengths):
         versions = np.full(length, NOT_GENERATED, np.int32)
         versions[2:4], versions[5:] = 3, 5
-        samples[g] = [[Sample(rng.integers(3, 99, length).astype(np.int32), versions, np.zeros(length, np.float32))]]
+        samples[g] = [
+            [sample_from(rng.integers(3, 99, length).astype(np.int32), versions, np.zeros(length, np.float32))]
+        ]
     return samples
 
 

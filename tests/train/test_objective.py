@@ -13,7 +13,8 @@ from molt.config import AdvantageConfig, KlConfig
 from molt.rollout.samples import describe
 from molt.train.policy import Policy
 from molt.train.reference import Reference, ReferenceSettings
-from molt.types import RolloutInfo, Sample, Scored
+from molt.types import RolloutInfo, Scored
+from tests.streams import sample_from
 from tests.train.ranks import free_port, run_ranks, whole
 from tests.train.test_policy import TEMPERATURE, logprobs_of, make_samples, reference_model, settings
 
@@ -198,7 +199,7 @@ def test_a_sample_that_is_filtered_keeps_its_weight_and_nothing_is_nan(tiny):
     """Everything outside the band: the loss and the gradient are 0, and defined."""
     samples, groups, rewards = ragged()
     far = {
-        g: [[Sample(s.token_ids, s.versions, s.logprobs - 5 * s.mask) for s in r] for r in rs]
+        g: [[sample_from(s.token_ids, s.versions, s.logprobs - 5 * s.mask) for s in r] for r in rs]
         for g, rs in samples.items()
     }
     policy = Policy(settings(tiny, loss_mode="gspo"), 0, 1, "", 0, 0)
@@ -220,7 +221,7 @@ def test_one_token_completions_have_a_gradient(tiny, loss_mode):
             versions = np.full(4, -1, np.int32)
             versions[3] = 5
             short[g].append(
-                [Sample(segments[0].token_ids[:4], versions, np.where(versions >= 0, -4.6, 0).astype(np.float32))]
+                [sample_from(segments[0].token_ids[:4], versions, np.where(versions >= 0, -4.6, 0).astype(np.float32))]
             )
     groups = [
         [replace(info, samples=tuple(map(describe, short[g][r]))) for r, info in enumerate(rollouts)]

@@ -9,10 +9,11 @@ import torch.distributed as dist
 
 from molt.batch.collate import gather
 from molt.batch.plan import SampleTask
+from molt.columns import NOT_GENERATED
 from molt.config import ActorConfig, AdamConfig, AdvantageConfig, AlgoConfig, FsdpConfig, KlConfig, TrainConfig
 from molt.report import metrics as report
 from molt.train.policy import Policy, PolicySettings
-from molt.types import NOT_GENERATED, Sample
+from tests.streams import sample_from
 from tests.tiny import tiny_qwen3
 from tests.train.ranks import free_port, run_ranks, whole
 
@@ -77,7 +78,7 @@ def make_samples(lengths=(9, 14, 6, 11), seed=0):
         with torch.no_grad():
             ours = logprobs_of(model, ids).numpy()
         engine = ours + rng.uniform(-GAP, GAP, length)
-        samples.append(Sample(ids, versions, np.where(versions >= 0, engine, 0).astype(np.float32)))
+        samples.append(sample_from(ids, versions, np.where(versions >= 0, engine, 0).astype(np.float32)))
     return [[[samples[0]], [samples[1]]], [[samples[2]], [samples[3]]]]
 
 
