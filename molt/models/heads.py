@@ -74,13 +74,13 @@ class _RowGradients:
     """What the gradient of the loss to each row's logits is made of, besides the logits."""
 
     token_ids: Tensor
-    """int64 `[n]`, the token whose log-prob was taken."""
+    """int64 `[n, J]`, the tokens whose log-probs were taken."""
     normalizer: Tensor
     """float32 `[n]`, logsumexp of the logits."""
     entropy: Tensor
     """float32 `[n]`."""
     logprob_grad: Tensor
-    """float32 `[n]`, d loss / d logprob, divided by the temperature."""
+    """float32 `[n, J]`, d loss / d logprob, divided by the temperature."""
     entropy_grad: Tensor | None
     """float32 `[n]`, d loss / d entropy, divided by the temperature; None if the loss does not depend on it."""
 
@@ -106,7 +106,7 @@ def _logits_to_gradient(logits: Tensor, given: _RowGradients, head: _Head) -> No
 
 
 def _block_to_gradient(logits: Tensor, given: _RowGradients, head: _Head) -> None:
-    """`logprob_grad * (onehot(token) - p) - entropy_grad * p (log p + entropy)`, in place, for logits `[n, V]`.
+    """`sum_j logprob_grad_j (onehot(token_j) - p) - entropy_grad p (log p + entropy)`, in place, for logits `[n, V]`.
 
     With a softcap each entry is multiplied by the slope of the cap, `1 - tanh^2`.
     """
@@ -116,33 +116,33 @@ def _block_to_gradient(logits: Tensor, given: _RowGradients, head: _Head) -> Non
         slope = 1 - (logits / scaled_softcap) ** 2
 
     log_probs = logits.sub_(given.normalizer[:, None])
-    logprob_grad = given.logprob_grad[:, None]
+    summed_grad = given.logprob_grad.sum(1, keepdim=True)
 
     if given.entropy_grad is None:
-        factor = -logprob_grad
+        factor = -summed_grad
     else:
         factor = log_probs + given.entropy[:, None]
         factor.mul_(-given.entropy_grad[:, None])
-        factor.sub_(logprob_grad)
+        factor.sub_(summed_grad)
 
     gradient = log_probs.exp_()
     gradient.mul_(factor)
-    gradient.scatter_add_(1, given.token_ids[:, None], logprob_grad)
+    gradient.scatter_add_(1, given.token_ids, given.logprob_grad)
     if slope is not None:
         gradient.mul_(slope)
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
-    """`logprob[i] = z[i, token_i] - logsumexp(z[i])` and the entropy of `softmax(z[i])`, with `z = hidden W' / T`.
+    """`logprob[i, j] = z[i, token_ij] - logsumexp(z[i])` and the entropy of `softmax(z[i])`, with `z = hidden W' / T`.
 
-    hidden: `[n, H]`; weight: `[V, H]`; token_ids: int64 `[n]`; T: the temperature. Returns float32 `[n]` twice.
+    hidden: `[n, H]`; weight: `[V, H]`; token_ids: int64 `[n, J]`; T: the temperature. Returns float32 `[n, J]`, `[n]`.
     """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, token_ids: Tensor, head: _Head) -> tuple[Tensor, Tensor]:
-        logprobs = hidden.new_empty(len(hidden), dtype=torch.float32)
-        entropy = torch.empty_like(logprobs)
-        normalizer = torch.empty_like(logprobs)
+        logprobs = hidden.new_empty(token_ids.shape, dtype=torch.float32)
+        entropy = hidden.new_empty(len(hidden), dtype=torch.float32)
+        normalizer = torch.empty_like(entropy)
 
         logits = None
         for start in range(0, len(hidden), head.chunk):
@@ -150,8 +150,8 @@ class _ChunkedLogProbs(torch.autograd.Function):
             logits = None  # frees those of the chunk before
             logits = head.logits(hidden[rows], weight)
             normalizer[rows], entropy[rows] = _normalizers_and_entropies(logits, head.block)
-            token_logits = logits.gather(1, token_ids[rows, None])[:, 0]
-            logprobs[rows] = token_logits - normalizer[rows]
+            token_logits = logits.gather(1, token_ids[rows])
+            logprobs[rows] = token_logits - normalizer[rows, None]
 
         ctx.save_for_backward(hidden, weight, token_ids, normalizer, entropy)
         ctx.last_logits = logits
@@ -197,10 +197,10 @@ def _row_gradients(
     entropy: Tensor,
     temperature: float,
 ) -> _RowGradients:
-    """output_grads: float32 `[n]` for log-probs and entropies, each None if the loss does not depend on it."""
+    """output_grads: float32 `[n, J]` for log-probs and `[n]` for entropies, None if the loss does not depend on it."""
     logprob_grad, entropy_grad = output_grads
     if logprob_grad is None:
-        logprob_grad = torch.zeros_like(normalizer)
+        logprob_grad = torch.zeros_like(token_ids, dtype=torch.float32)
     else:
         logprob_grad = logprob_grad / temperature
     if entropy_grad is not None:
@@ -266,8 +266,39 @@ def token_logprobs(
     held at once, in float32 elements.
     Source: recomputed cross-entropy, Liger kernel, arXiv 2410.10989 (there fused with the loss; here per token).
     """
+    logprobs, entropy = candidate_logprobs(
+        hidden,
+        weight,
+        token_ids[..., None],
+        cu_seqlens,
+        temperature=temperature,
+        needed=needed,
+        bias=bias,
+        softcap=softcap,
+        chunk_elements=chunk_elements,
+    )
+    return logprobs[..., 0], entropy
+
+
+def candidate_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    candidates: Tensor,
+    cu_seqlens: Tensor | None,
+    *,
+    temperature: float = 1.0,
+    needed: Tensor | None = None,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    chunk_elements: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`token_logprobs` of J tokens in the place of each.
+
+    candidates: int64 `[B, T, J]`. Returns log-probs float32 `[B, T, J]` and the entropy, float32 `[B, T]`. The other
+    arguments, the zeros and the gradients are as of `token_logprobs`.
+    """
     if needed is None:
-        needed = torch.ones_like(token_ids, dtype=torch.bool)
+        needed = torch.ones_like(candidates[..., 0], dtype=torch.bool)
     predicted = _predicted_tokens(needed, cu_seqlens)
     states = _states_before(hidden, predicted)
     if bias is not None:  # rare: one more input that is always 1
@@ -282,7 +313,11 @@ def token_logprobs(
         softcap=softcap,
         chunk=max(1, chunk_elements // len(weight)),
     )
-    logprobs, entropy = _ChunkedLogProbs.apply(states, weight, token_ids[predicted], head)
+    logprobs, entropy = _ChunkedLogProbs.apply(states, weight, candidates[predicted], head)
 
-    zeros = torch.zeros_like(token_ids, dtype=torch.float32)
-    return zeros.masked_scatter(predicted, logprobs), zeros.masked_scatter(predicted, entropy)
+    all_logprobs = torch.zeros_like(candidates, dtype=torch.float32)
+    all_entropies = torch.zeros_like(candidates[..., 0], dtype=torch.float32)
+    return (
+        all_logprobs.masked_scatter(predicted[..., None].expand_as(all_logprobs), logprobs),
+        all_entropies.masked_scatter(predicted, entropy),
+    )

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from molt.models.heads import token_logprobs, token_values
+from molt.models.heads import candidate_logprobs, token_logprobs, token_values
 
 VOCAB, HIDDEN = 50, 8
 
@@ -153,3 +153,21 @@ def test_bfloat16_logits_are_reduced_in_float32(inputs):
     torch.testing.assert_close(got, want, atol=0.1, rtol=0)
     got.sum().backward()
     assert hidden.grad.isfinite().all() and weight.grad.any()
+
+
+@pytest.mark.parametrize("chunk", [4, 1000])
+def test_several_candidates_in_the_place_of_a_token(inputs, chunk):
+    """Values and gradients as of a full softmax; a candidate that occurs twice counts twice."""
+    hidden, weight, _, _, _ = inputs
+    candidates = torch.randint(0, VOCAB, (3, 7, 5))
+    candidates[..., 4] = candidates[..., 0]
+    upstream = torch.randn(3, 7, 5)
+    got, entropy = candidate_logprobs(hidden, weight, candidates, None, temperature=0.7, chunk_elements=chunk * VOCAB)
+    logp = (hidden @ weight.t() / 0.7).log_softmax(-1)[:, :-1]
+    want = torch.cat([torch.zeros(3, 1, 5), logp.gather(-1, candidates[:, 1:])], 1)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+    _, entropy_alone = token_logprobs(hidden, weight, candidates[..., 0], None, temperature=0.7)
+    torch.testing.assert_close(entropy, entropy_alone)
+    expected = torch.autograd.grad((want * upstream).sum(), (hidden, weight))
+    for grad, reference in zip(torch.autograd.grad((got * upstream).sum(), (hidden, weight)), expected, strict=True):
+        torch.testing.assert_close(grad, reference, atol=1e-5, rtol=1e-5)
