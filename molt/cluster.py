@@ -30,7 +30,9 @@ from molt.roles import assign_ranks
 from molt.rollout.agent_host import longest_s
 from molt.rollout.engine_group import EngineGroup
 from molt.rollout.engine_worker import RolloutEngineWorker
-from molt.rollout.handles import DEAD, EngineHandle, RunnerHandle
+from molt.rollout.handles import DEAD, EngineHandle, KeeperHandle, RunnerHandle
+from molt.rollout.keeper_worker import KeeperSettings, KeeperWorker
+from molt.rollout.keepers import Keepers
 from molt.rollout.runner_pool import GRACE_S, RunnerPool
 from molt.rollout.runner_worker import RunnerWorker
 from molt.spec import ProcessSpec
@@ -89,6 +91,7 @@ class Cluster:
     critic: Ranks | None
     """None unless the estimator needs values."""
     runners: RunnerPool
+    keepers: Keepers
 
     async def infer(self, plans: Callable[..., list[RankPlan]], groups: list[ray.ObjectRef]) -> TokenArrayRefs:
         """Per-token values of reference and critic for a training batch; `plans(ranks=...)` splits the batch."""
@@ -133,7 +136,7 @@ class Cluster:
 
     def end(self) -> None:
         """Kill every process. In a Ray session that outlives the run they would live as long as anything names them."""
-        actors: list[Any] = [*self.engines.engines, *self.runners.runners]
+        actors: list[Any] = [*self.engines.engines, *self.runners.runners, *self.keepers.handles]
         for ranks in self._models:
             actors.extend(ranks.workers)
         for actor in actors:
@@ -189,6 +192,7 @@ async def started(
     processes = Cluster(
         engines=_engine_group(spec, engines, on_event),
         runners=_runner_pool(spec, gpus, engines, on_event),
+        keepers=_keepers(spec, on_event),
         policy=_policy_ranks(spec, placement, engines),
         reference=placement.ranks("reference", ReferenceWorker),
         critic=placement.ranks("critic", CriticWorker),
@@ -244,6 +248,34 @@ def _runner_pool(spec: ProcessSpec, gpus: int, engines: list[EngineHandle], on_e
         deadline_s=longest_s(config.rollout) + GRACE_S,
         attempts=config.rollout.max_retries + 1,
         silence_s=config.train.watchdog_s,
+        max_restarts=config.train.max_restarts,
+        on_event=on_event,
+    )
+
+
+def _keepers(spec: ProcessSpec, on_event: OnEvent) -> Keepers:
+    """A keeper on every node that there is now; an evaluation keeps nothing."""
+    config = spec.config
+    settings = KeeperSettings(config.actor.model_name_or_path, config.data.chat_template)
+    nodes: list[str] = []
+    if spec.roles:
+        here = ray.get_runtime_context().get_node_id()
+        others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
+        nodes = [here, *sorted(others)]
+    replicate = config.rollout.replicate
+    if replicate is None:
+        replicate = len(nodes) > 1
+
+    actor: ActorClass = KeeperWorker
+
+    def spawn(node: str) -> KeeperHandle:
+        there = NodeAffinitySchedulingStrategy(node, soft=False)
+        return actor.options(**PLACED, scheduling_strategy=there).remote(settings)
+
+    return Keepers(
+        spawn,
+        nodes,
+        replicate=replicate,
         max_restarts=config.train.max_restarts,
         on_event=on_event,
     )

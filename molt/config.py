@@ -487,6 +487,9 @@ class RolloutConfig(Section, prefix="rollout."):
     """The run stops when more than this fraction of recent rollout attempts failed."""
     max_turns: Annotated[int | None, at_least(1, "no rollout would finish")] = None
     """Model calls per episode of an Env."""
+    replicate: bool | None = None
+    """Finished groups have a second copy on another node, so that they outlive the loss of theirs. Unset: if there are
+    several nodes."""
     thinking_retention: Literal["all", "tool_cycle", "template"] = "all"
     """Earlier reasoning in a ChatAgent's context. all: it stays, one segment; template: what the chat template does to
     it, a branch where it drops it; tool_cycle: it stays until the next user message."""

@@ -130,6 +130,7 @@ async def learn(run: Run) -> None:
         measured |= adapt_kl(run, measured)
         numbers = step_numbers(run, groups, measured, clock)
         await run.records.write(run.step, trained_version, groups, group_advantages, numbers)
+        cluster.keepers.release(group.prompt.group_id for group in groups)
         await stop_if_all_is_filtered(run, numbers)
         await run.checkpoints.settle_if_written()
         if trained.get("train/skipped_count", Metric(0)).total:

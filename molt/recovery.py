@@ -73,6 +73,7 @@ async def recover(run: Run) -> None:
     run.evaluator.drop()
     await run.cluster.restart_ranks()
     run.publisher.forget()
+    run.cluster.keepers.release_all()
     with suppress(MoltError):  # a checkpoint that was complete when the ranks were lost is as good as any other
         await run.checkpoints.settle()
     run.shutdown.generation_restarts()

@@ -178,7 +178,7 @@ async def _wire(spec: RunSpec, processes: Cluster, shutdown: Shutdown, log: RunL
     async def export(path: Path) -> None:
         await export_policy(processes.policy, config, path)
 
-    checkpoints = Checkpoints(config.ckpt, processes, export, log.event)
+    checkpoints = Checkpoints(config.ckpt, processes, processes.keepers, export, log.event)
     max_failure_rate = config.rollout.max_failure_rate
     best = BestModel(config.ckpt, checkpoints, log.run_dir, max_failure_rate=max_failure_rate)
     replay_dir = config.train.rollout_replay_dir
@@ -186,7 +186,7 @@ async def _wire(spec: RunSpec, processes: Cluster, shutdown: Shutdown, log: RunL
         producer = _producer(spec, processes, shutdown, log.event)
         publisher = await _publisher(spec, processes, renderer, log.event)
     else:
-        producer = Replay(replay_dir, spec.stream, shutdown)
+        producer = Replay(replay_dir, spec.stream, shutdown, processes.keepers)
         publisher = Unpublished()
     return Run(
         spec=spec,
@@ -195,7 +195,7 @@ async def _wire(spec: RunSpec, processes: Cluster, shutdown: Shutdown, log: RunL
         publisher=publisher,
         checkpoints=checkpoints,
         evaluator=Evaluator(spec.held_out.prompts, processes.runners, config.eval, config.rollout, best, log),
-        records=StepRecords(config, log, renderer),
+        records=StepRecords(config, log, processes.keepers),
         watchdog=watchdog(config, processes, log.event),
         shutdown=shutdown,
         log=log,
@@ -233,6 +233,7 @@ def _producer(spec: RunSpec, processes: Cluster, shutdown: Shutdown, on_event: O
         queue=config.train.async_queue_size,
         max_staleness=config.train.staleness_bound,
         group_filter=group_filter,
+        copies=processes.keepers,
         on_event=on_event,
     )
 

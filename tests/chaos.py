@@ -1,8 +1,8 @@
-"""Runs that lose an engine, a runner, a policy rank, an environment and the driver, each at a random moment.
+"""Runs that lose an engine, a runner, a policy rank, a keeper, an environment and the driver, each at a random moment.
 
     python -m tests.chaos [--fake 10] [--vllm 3] [--seed 0] [--steps 40]
 
-Every schedule is one supervised run with all five kills, compared with one run of the same settings that nothing
+Every schedule is one supervised run with all six kills, compared with one run of the same settings that nothing
 happens to. Asks: the run completes, every prompt is trained exactly once, every trained group is whole, the final
 pass@1 is that of the undisturbed run. Prints the seconds from each kill to the next step that lasts.
 """
@@ -32,6 +32,7 @@ KINDS = {
     "engine": ("ray::FakeEngine", "ray::RolloutEngineWorker", "VLLM::EngineCore"),
     "runner": ("ray::RunnerWorker",),
     "rank": ("ray::PolicyWorker",),
+    "keeper": ("ray::KeeperWorker",),
     "environment": ("sh -c sleep",),
     "driver": (f"{sys.executable} -m molt rl", f"{sys.executable} -m tests.runs"),
 }

@@ -3,10 +3,12 @@
 python -m tests.killed MOMENT STEP FLAGS...
 """
 
+import importlib
 import os
 import signal
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from molt.cli.args import parse
 from molt.config import RLConfig
@@ -18,7 +20,6 @@ from molt.rollout.producer import Producer
 from molt.run import Run
 from molt.spec import resolve
 from molt.train.checkpoint import checkpoint_step
-from tests.fakes import FakeEngineWorker
 
 MOMENTS: dict[str, tuple[object, str, Callable[[int], Callable[..., bool]]]] = {
     # The batch is trained, its version neither published nor recorded.
@@ -47,6 +48,13 @@ def kill_at(moment: str, step: int) -> None:
     setattr(owner, name, watched)
 
 
+def engine_worker() -> Any:
+    """`FakeEngineWorker`, or what the environment names as `module:attribute`."""
+    name = os.environ.get("MOLT_TEST_ENGINE", "tests.fakes:FakeEngineWorker")
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
 if __name__ == "__main__":
     kill_at(sys.argv[1], int(sys.argv[2]))
-    run_rl(resolve(parse(RLConfig, sys.argv[3:], prog="test")), FakeEngineWorker)
+    run_rl(resolve(parse(RLConfig, sys.argv[3:], prog="test")), engine_worker())

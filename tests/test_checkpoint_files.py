@@ -8,11 +8,10 @@ import pytest
 from molt.checkpoint_files import FORMAT, KEYS, read_json, with_defaults, write_json
 from molt.errors import CheckpointError
 from molt.records.state import complete_best, complete_ledger, read_best
-from molt.rollout.buffer import load_buffer, save_buffer
 from molt.rollout.dump import begin_dump, check_dump, dumped_batches
 from molt.rollout.samples import describe
 from molt.types import Group, PolicyFailure, Prompt, RolloutInfo, Scored
-from tests.streams import sample_from
+from tests.streams import load_buffer, sample_from, save_buffer
 
 FILES = ["loop.json", "extra.json", "trainer.json", "breaker.json", "buffer.json", "best.json", "manifest.json"]
 ROWS = [(part, name) for part in KEYS for name in KEYS[part]]

@@ -16,6 +16,7 @@ _spec.loader.exec_module(modules)
 LAYERS = [
     {
         "types",
+        "columns",
         "config",
         "config_sft",
         "rules",
@@ -44,7 +45,7 @@ NAMES_CUDA = {
     "molt/parallel/mesh.py",
     "molt/config.py",
 }
-CALLS_RAY = {"handles.py", "engine_pool.py", "engine_group.py", "runner_pool.py"}
+CALLS_RAY = {"handles.py", "engine_pool.py", "engine_group.py", "runner_pool.py", "keepers.py"}
 """Beside the workers, what calls them."""
 NOT_IN_RL_PATH = re.compile(
     r"molt/(report/(page|charts|viewer\w*)|cli/(demo\w*|train_sft|eval|main|advice|agent)|agents/adapters|train/sft\w*|config_sft|rules_sft)\.py"

@@ -253,7 +253,7 @@ def test_a_metric_that_is_not_evaluated_is_told_and_nothing_is_lost(ray_session,
 def test_an_evaluation_that_mostly_failed_is_no_best(model_dir, tmp_path, capsys):
     """One rollout of ten came back, and it was right."""
     config = settings(model_dir, tmp_path / "out", write_prompts(tmp_path / "p.jsonl", 4))
-    unused = Checkpoints(config.ckpt, None, None, None)
+    unused = Checkpoints(config.ckpt, None, None, None, None)
     kept = BestModel(config.ckpt, unused, tmp_path, max_failure_rate=config.rollout.max_failure_rate)
     metrics = {"eval/p/pass1": Metric(1.0, 1), "eval/p/failures": Metric(9.0), "eval/p/response_length": Metric(5.0, 1)}
     assert not asyncio.run(kept.judge(3, metrics))

@@ -1,17 +1,17 @@
 """The checkpoints of one RL run: saving between two steps, finding the newest, loading it."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from molt.config import RLCkptConfig
 from molt.data.prompts import PromptStream
 from molt.records.state import FILE, RunState, read_state
-from molt.rollout.buffer import load_buffer, save_buffer
-from molt.rollout.runner_pool import own
-from molt.train.checkpoint import begin, commit, latest_checkpoint, prune, removing
-from molt.types import Group, OnEvent, Prompt
+from molt.rollout.buffer import write_records
+from molt.rollout.keepers import Keepers
+from molt.train.checkpoint import begin, commit, failing, latest_checkpoint, prune, removing
+from molt.types import OnEvent, Prompt
 
 Export = Callable[[Path], Awaitable[None]]
 """Writes the policy as a Hugging Face model directory."""
@@ -28,9 +28,10 @@ class TrainedRanks(Protocol):
 class Checkpoints:
     """Owns `checkpoints/`. One checkpoint is written at a time, beside the training that goes on."""
 
-    def __init__(self, config: RLCkptConfig, ranks: TrainedRanks, export: Export, on_event: OnEvent):
+    def __init__(self, config: RLCkptConfig, ranks: TrainedRanks, keepers: Keepers, export: Export, on_event: OnEvent):
         self.config = config
         self.ranks = ranks
+        self.keepers = keepers
         self.export = export
         self.on_event = on_event
         self.folder = config.checkpoints.resolve()
@@ -94,7 +95,11 @@ class Checkpoints:
         batch_size: `rollout.batch_size`.
         """
         await self.ranks.load(path)
-        groups = _load_groups(path, stream)
+
+        def prompt_at(epoch: int, position: int) -> Prompt:
+            return stream[stream.index(epoch, position)]
+
+        groups = await self.keepers.load(path, prompt_at)
         places = [stream.index(group.prompt.epoch, group.prompt.position) for group in groups]
         state = read_state(path, groups, places, batch_size)
         self.saved = state.step
@@ -108,29 +113,28 @@ class Checkpoints:
         """The part of a save that training need not wait for."""
         with removing(aside):
             await self.ranks.written(aside)
-            samples = [await group.samples for group in state.finished]
-            path = await asyncio.to_thread(_commit, aside, state, samples)
+            state = await self._write_arrays(aside, state)
+            path = await asyncio.to_thread(_commit, aside, state)
             await asyncio.to_thread(self._prune)
         self.completed += 1
         self.on_event("checkpoint", step=state.step, path=str(path), buffered=len(state.finished))
+
+    async def _write_arrays(self, aside: Path, state: RunState) -> RunState:
+        """Write the arrays of the finished groups; the state, in which groups whose arrays are lost start again."""
+        with failing(aside):
+            lost = await self.keepers.write_arrays(aside, [group.samples for group in state.finished])
+            if lost:
+                state = state.without(lost)
+                await self.keepers.write_arrays(aside, [group.samples for group in state.finished])
+        return state
 
     def _prune(self) -> None:
         if self._may_prune:
             prune(self.folder, self.config.max_num, self.config.max_mem * 2**30, self._protected)
 
 
-def _commit(aside: Path, state: RunState, samples: Sequence[Any]) -> Path:
+def _commit(aside: Path, state: RunState) -> Path:
     """Write the driver's files and complete the checkpoint. It flushes every file, so it runs in a thread."""
-    save_buffer(aside, state.finished, samples)
+    write_records(aside, state.finished)
     (aside / FILE).write_text(state.to_json())
     return commit(aside)
-
-
-def _load_groups(path: Path, stream: PromptStream) -> list[Group]:
-    def prompt_at(epoch: int, position: int) -> Prompt:
-        return stream[stream.index(epoch, position)]
-
-    groups, samples = load_buffer(path, prompt_at)
-    for group, arrays in zip(groups, samples, strict=True):
-        group.samples = own(arrays)
-    return groups

@@ -1,7 +1,7 @@
 """The driver's part of a checkpoint as one value: `loop.json`, and the finished groups beside it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypedDict
 
@@ -38,6 +38,13 @@ class RunState:
     """`RunSpec.checkpoint_identity` of the run."""
     finished: tuple[Group, ...] = ()
     """The buffer: finished groups that are not trained yet."""
+
+    def without(self, lost: Sequence[int]) -> "RunState":
+        """The state in which some finished groups, by index, are in flight instead: their arrays are lost."""
+        again = [self.finished[index].order for index in lost]
+        finished = [group for index, group in enumerate(self.finished) if index not in lost]
+        ledger: Ledger = {**self.ledger, "in_flight": sorted([*self.ledger["in_flight"], *again])}
+        return replace(self, ledger=ledger, finished=tuple(finished))
 
     def to_json(self) -> str:
         """The text of `loop.json`; the finished groups are files of their own (`rollout/buffer.py`)."""

@@ -1,22 +1,21 @@
 """The numbers, stored rollouts and evidence of each training batch."""
 
-import asyncio
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-
-from molt.chat.render import Renderer
 from molt.config import RLConfig
-from molt.errors import TrainingError
+from molt.errors import LostError, TrainingError
 from molt.records.notices import Notices
 from molt.report.metrics import merge
-from molt.report.rollouts import write_rollouts
+from molt.report.rollouts import StoredGroup
 from molt.report.sinks import RunLog
-from molt.rollout.dump import abandon_dump, dump_batch
-from molt.types import Group, Json, Metric, PolicyFailure, RolloutInfo, Sample
+from molt.rollout.buffer import write_records
+from molt.rollout.dump import abandon_dump, begin_batch
+from molt.rollout.keepers import Keepers
+from molt.types import Group, Json, Metric, PolicyFailure, RolloutInfo
 
 NEARLY_ALL = 0.99
 """A step of which this fraction of the trained tokens is filtered warns."""
@@ -30,9 +29,9 @@ Advantages = Sequence[Sequence[float | None]]
 class StepRecords:
     """Writes down every training batch: metrics, rollouts for the viewer, the dump for a replay."""
 
-    def __init__(self, config: RLConfig, log: RunLog, renderer: Renderer):
+    def __init__(self, config: RLConfig, log: RunLog, keepers: Keepers):
         self.log = log
-        self.renderer = renderer
+        self.keepers = keepers
         self.batch_size = config.rollout.batch_size
         self.rollouts_per_step = config.logger.rollouts_per_step
         self.dump_dir = config.train.rollout_dump_dir
@@ -51,10 +50,8 @@ class StepRecords:
             self.log.event("small_batch", step=step, groups=len(groups))
             print(f"step {step}: no prompt is left, so the batch has only {len(groups)} groups", file=sys.stderr)
         if self.dump_dir is not None:
-            samples = [await group.samples for group in groups]
-            await asyncio.to_thread(dump_batch, self.dump_dir, step, groups, samples)
-        rows = await self._rows(groups, advantages, version)
-        await asyncio.to_thread(write_rollouts, self.log.run_dir, step, rows, self.renderer.tokenizer.decode)
+            await self._dump(self.dump_dir, step, groups)
+        await self._store(step, groups, advantages, version)
 
     def check_filtered(self, step: int, metrics: dict[str, float]) -> None:
         """Warn if the importance band left next to nothing of a step; raise `TrainingError` at the third in a row.
@@ -99,17 +96,32 @@ class StepRecords:
             abandon_dump(self.dump_dir, step)
         self.filtered_steps = 0
 
-    async def _rows(self, groups: Sequence[Group], advantages: Advantages, version: int) -> list[Json]:
+    async def _dump(self, folder: Path, step: int, groups: Sequence[Group]) -> None:
+        """Write the batch for a replay. Raises `LostError` when a node took arrays with it that were just trained."""
+        directory = begin_batch(folder, step)
+        lost = await self.keepers.write_arrays(directory, [group.samples for group in groups])
+        if lost:
+            raise LostError(
+                f"step {step}: the arrays of {len(lost)} groups went with their node after they were trained, so the "
+                "dump (train.rollout_dump_dir) would have a gap: the run stops. Resume with --ckpt.load_enable."
+            )
+        write_records(directory, groups)
+
+    async def _store(self, step: int, groups: Sequence[Group], advantages: Advantages, version: int) -> None:
         """At most `logger.rollouts_per_step` rows of the viewer's table; -1: all."""
         limit = self.rollouts_per_step
-        rows: list[Json] = []
+        stored: list[StoredGroup] = []
+        samples: list[Any] = []
+        rows = 0
         for group, of_rollouts in zip(groups, advantages, strict=True):
-            if 0 <= limit <= len(rows):
+            if 0 <= limit <= rows:
                 break
-            rows += rollout_rows(group, of_rollouts, await group.samples, version)
-        if limit < 0:
-            return rows
-        return rows[:limit]
+            stored.append(StoredGroup(rollouts=group.rollouts, advantages=of_rollouts, version_trained=version))
+            samples.append(group.samples)
+            rows += sum(len(rollout.samples) for rollout in group.rollouts)
+        lost = await self.keepers.write_rollouts(self.log.run_dir, step, stored, samples, limit)
+        if lost:
+            self.log.event("rollouts_not_stored", step=step, groups=len(lost))
 
     def _filtered_message(self, step: int, fraction: float, metrics: dict[str, float]) -> str:
         low, high = self.advantage.band
@@ -145,44 +157,5 @@ def rollout_metrics(group: Group) -> dict[str, Metric]:
     return merge([metrics, *(_info_metrics(rollout) for rollout in rollouts)])
 
 
-def rollout_rows(
-    group: Group, advantages: Sequence[float | None], samples: Sequence[Sequence[Sample]], version: int
-) -> list[Json]:
-    """The rows of `rollouts/step_*.parquet` for one group: one per segment."""
-    rows = []
-    for rollout, advantage, segments in zip(group.rollouts, advantages, samples, strict=True):
-        for index, sample in enumerate(segments):
-            rows.append(
-                {
-                    "group_id": rollout.group_id,
-                    "rollout": rollout.index,
-                    "segment": index,
-                    "reward": rollout.reward,
-                    "score": rollout.score,
-                    "advantage": advantage,
-                    "outcome": _outcome_name(rollout),
-                    "truncated": rollout.truncated,
-                    "version_trained": version,
-                    "prompt_tokens": _prompt_tokens(sample),
-                    "columns": sample.columns,
-                }
-            )
-    return rows
-
-
 def _info_metrics(rollout: RolloutInfo) -> dict[str, Metric]:
     return {f"rollout/info/{name}": Metric(value) for name, value in rollout.metrics.items()}
-
-
-def _outcome_name(rollout: RolloutInfo) -> str:
-    if isinstance(rollout.outcome, PolicyFailure):
-        return "policy_failure"
-    return "scored"
-
-
-def _prompt_tokens(sample: Sample) -> int:
-    """Tokens before the first one that the policy generated."""
-    generated = np.flatnonzero(sample.mask)
-    if len(generated) == 0:
-        return len(sample.token_ids)
-    return int(generated[0])

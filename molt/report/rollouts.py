@@ -5,6 +5,7 @@ One row per sample (a segment of a rollout). Token ids are the record; `text` an
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from molt.columns import ALWAYS, Column, TokenColumns
-from molt.types import Json
+from molt.types import Json, PolicyFailure, RolloutInfo, Sample
 
 RECORD_SCHEMA = pa.schema(
     [
@@ -82,6 +83,54 @@ def rollouts_path(run_dir: Path, step: int) -> Path:
 def step_of(path: Path) -> int:
     """The step of a stored file: 12 for `step_000012.parquet`."""
     return int(path.stem.removeprefix("step_"))
+
+
+@dataclass(frozen=True)
+class StoredGroup:
+    """What is stored of a trained group besides its arrays."""
+
+    rollouts: Sequence[RolloutInfo]
+    advantages: Sequence[float | None]
+    """Of each rollout; None where a token estimator computes them on the ranks."""
+    version_trained: int
+    """Of the weights that the group was trained on."""
+
+
+def rollout_rows(group: StoredGroup, samples: Sequence[Sequence[Sample]]) -> list[Json]:
+    """The rows of one group for `write_rollouts`: one per segment. samples: `[rollout][segment]`."""
+    rows = []
+    for rollout, advantage, segments in zip(group.rollouts, group.advantages, samples, strict=True):
+        for index, sample in enumerate(segments):
+            rows.append(
+                {
+                    "group_id": rollout.group_id,
+                    "rollout": rollout.index,
+                    "segment": index,
+                    "reward": rollout.reward,
+                    "score": rollout.score,
+                    "advantage": advantage,
+                    "outcome": _outcome_name(rollout),
+                    "truncated": rollout.truncated,
+                    "version_trained": group.version_trained,
+                    "prompt_tokens": _prompt_tokens(sample),
+                    "columns": sample.columns,
+                }
+            )
+    return rows
+
+
+def _outcome_name(rollout: RolloutInfo) -> str:
+    if isinstance(rollout.outcome, PolicyFailure):
+        return "policy_failure"
+    return "scored"
+
+
+def _prompt_tokens(sample: Sample) -> int:
+    """Tokens before the first one that the policy generated."""
+    generated = np.flatnonzero(sample.mask)
+    if len(generated) == 0:
+        return len(sample.token_ids)
+    return int(generated[0])
 
 
 def write_rollouts(run_dir: Path, step: int, rows: list[Json], decode: Callable[[list[int]], str]) -> Path:

@@ -4,12 +4,13 @@
     buffer.npz     the token columns of all samples, one after another in the order of the records, and `columns`: the
                    declarations, as JSON, of those that not every stream has
 
-There is no pickle in either. A rollout dump has the same two files for every batch (`replay.py`).
+There is no pickle in either. The driver writes and reads the records, a keeper the arrays (`keeper_worker.py`). A
+rollout dump has the same two files for every batch (`replay.py`).
 """
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,8 @@ from molt.types import Group, InfraFailure, Json, PolicyFailure, Prompt, Rollout
 
 RolloutSamples = list[list[Sample]]
 """The samples of one group, `[rollout][segment]`."""
+SampleInfos = list[list[SampleInfo]]
+"""What the driver knows of them."""
 
 RECORDS = "buffer.json"
 ARRAYS = "buffer.npz"
@@ -29,46 +32,76 @@ DECLARATIONS = "columns"
 """In buffer.npz, the declarations of the columns besides `ALWAYS`."""
 
 
-def save_buffer(directory: Path, groups: Sequence[Group], samples: Sequence[RolloutSamples]) -> None:
-    """Write the finished `groups` and their samples, `[group][rollout][segment]`."""
-    _write_arrays(directory / ARRAYS, samples)
+def write_records(directory: Path, groups: Sequence[Group]) -> None:
+    """Write the light part of finished groups."""
     records = [_group_record(group) for group in groups]
     write_json(directory / RECORDS, {"groups": records})
 
 
-def load_buffer(directory: Path, prompt_at: Callable[[int, int], Prompt]) -> tuple[list[Group], list[RolloutSamples]]:
-    """Inverse of `save_buffer`; `prompt_at(epoch, position)` gives the prompts back.
+def write_arrays(directory: Path, samples: Sequence[RolloutSamples]) -> None:
+    """Write the heavy part of finished groups, `[group][rollout][segment]`, in the order of their records."""
+    columns = concat([sample.columns for sample in _flatten(samples)])
+    arrays = {column.name: array for column, array in columns.arrays.items()}
+    declarations = [declaration(column) for column in columns.further]
+    np.savez(
+        directory / ARRAYS,
+        **{NUMBER: np.array(FORMAT), DECLARATIONS: np.array(json.dumps(declarations))},
+        **arrays,
+    )
+
+
+def is_buffer(directory: Path) -> bool:
+    """Whether there is one."""
+    return (directory / RECORDS).exists()
+
+
+def count_groups(directory: Path) -> int:
+    """How many groups the buffer holds."""
+    return len(read_json(directory / RECORDS)["groups"])
+
+
+def read_arrays(directory: Path) -> list[RolloutSamples]:
+    """The heavy part: the samples of each group. Raises `CheckpointError` for a newer format, or a missing column."""
+    path = directory / RECORDS
+    reader = _SampleReader(_read_columns(directory / ARRAYS))
+    samples: list[RolloutSamples] = []
+    for saved in read_json(path)["groups"]:
+        group = with_defaults(saved, "buffer.json group", path)
+        of_group: RolloutSamples = []
+        for saved_rollout in group["rollouts"]:
+            rollout = with_defaults(saved_rollout, "buffer.json rollout", path)
+            of_group.append([reader.next(_sample_record(sample, path)["tokens"]) for sample in rollout["samples"]])
+        samples.append(of_group)
+    return samples
+
+
+def described(samples: Sequence[RolloutSamples]) -> list[SampleInfos]:
+    """What the driver keeps of the samples, `[group][rollout][segment]`."""
+    infos: list[SampleInfos] = []
+    for of_group in samples:
+        infos.append([[describe(sample) for sample in segments] for segments in of_group])
+    return infos
+
+
+def read_groups(directory: Path, prompt_at: Callable[[int, int], Prompt], infos: Sequence[SampleInfos]) -> list[Group]:
+    """The light part of a buffer. infos: `described` of its arrays; prompt_at: `(epoch, position)` to the prompt.
 
     Raises `CheckpointError` for files of a newer format, or without what a group needs to be trained.
     """
     path = directory / RECORDS
-    reader = _SampleReader(_read_arrays(directory / ARRAYS))
     groups: list[Group] = []
-    samples: list[RolloutSamples] = []
-
-    for order, saved in enumerate(read_json(path)["groups"]):
+    for order, (saved, of_group) in enumerate(zip(read_json(path)["groups"], infos, strict=True)):
         record = with_defaults(saved, "buffer.json group", path)
         prompt = prompt_at(record["epoch"], record["position"])
         rollouts: list[RolloutInfo] = []
-        of_group: RolloutSamples = []
-        for index, saved_rollout in enumerate(record["rollouts"]):
-            rollout, segments = _load_rollout(path, saved_rollout, prompt.group_id, index, reader)
-            rollouts.append(rollout)
-            of_group.append(segments)
+        for index, (saved_rollout, segments) in enumerate(zip(record["rollouts"], of_group, strict=True)):
+            rollouts.append(_load_rollout(path, saved_rollout, prompt.group_id, index, segments))
 
         start_step = record["start_step"]
         if start_step is None:
             start_step = _oldest_version(rollouts)
         groups.append(Group(prompt=prompt, order=order, start_step=start_step, rollouts=rollouts))
-        samples.append(of_group)
-    return groups, samples
-
-
-def _write_arrays(path: Path, samples: Sequence[RolloutSamples]) -> None:
-    columns = concat([sample.columns for sample in _flatten(samples)])
-    arrays = {column.name: array for column, array in columns.arrays.items()}
-    declarations = [declaration(column) for column in columns.further]
-    np.savez(path, **{NUMBER: np.array(FORMAT), DECLARATIONS: np.array(json.dumps(declarations))}, **arrays)
+    return groups
 
 
 def _flatten(samples: Sequence[RolloutSamples]) -> Iterable[Sample]:
@@ -77,7 +110,7 @@ def _flatten(samples: Sequence[RolloutSamples]) -> Iterable[Sample]:
             yield from segments
 
 
-def _read_arrays(path: Path) -> TokenColumns:
+def _read_columns(path: Path) -> TokenColumns:
     with np.load(path, allow_pickle=False) as file:
         if NUMBER in file:
             require_known_format(path, int(file[NUMBER]))
@@ -140,27 +173,16 @@ def _outcome_record(outcome: Scored | PolicyFailure | InfraFailure) -> Json:
     raise ValueError(f"a rollout failed ({outcome.reason}): its group is not finished and has no record")
 
 
-def _load_rollout(
-    path: Path, saved: Json, group_id: str, index: int, reader: _SampleReader
-) -> tuple[RolloutInfo, list[Sample]]:
-    record = with_defaults(saved, "buffer.json rollout", path)
-    segments: list[Sample] = []
-    infos: list[SampleInfo] = []
-    for saved_sample in record["samples"]:
-        sample_record = with_defaults(saved_sample, "buffer.json sample", path)
-        sample = reader.next(sample_record["tokens"])
-        info = describe(sample)
-        segments.append(sample)
-        infos.append(
-            SampleInfo(
-                tokens=info.tokens,
-                trained_tokens=info.trained_tokens,
-                oldest_version=info.oldest_version,
-                media=sample_record["media"],
-            )
-        )
+def _sample_record(saved: Json, path: Path) -> Json:
+    return with_defaults(saved, "buffer.json sample", path)
 
-    rollout = RolloutInfo(
+
+def _load_rollout(path: Path, saved: Json, group_id: str, index: int, segments: Sequence[SampleInfo]) -> RolloutInfo:
+    record = with_defaults(saved, "buffer.json rollout", path)
+    infos = []
+    for saved_sample, info in zip(record["samples"], segments, strict=True):
+        infos.append(replace(info, media=_sample_record(saved_sample, path)["media"]))
+    return RolloutInfo(
         group_id=group_id,
         index=index,
         outcome=_load_outcome(path, record["outcome"]),
@@ -170,7 +192,6 @@ def _load_rollout(
         duration_s=record["duration_s"],
         metrics=record["metrics"],
     )
-    return rollout, segments
 
 
 def _load_outcome(path: Path, saved: Json) -> Scored | PolicyFailure:

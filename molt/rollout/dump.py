@@ -7,13 +7,12 @@
 """
 
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 from molt.checkpoint_files import read_json, write_json
 from molt.errors import DataError
-from molt.rollout.buffer import save_buffer
-from molt.types import Group, Json, Sample
+from molt.rollout.buffer import is_buffer
+from molt.types import Json
 
 DUMP_FILE = "dump.json"
 OWNER = "output_dir"
@@ -80,7 +79,7 @@ def dumped_batches(folder: Path, identity: Json) -> int:
     """How many batches, counted from the first one, are there without a gap. Raises `DataError` if there is none."""
     _require_same(folder, identity, "train.rollout_replay_dir")
     steps = 0
-    while (batch_dir(folder, steps + 1) / "buffer.json").exists():
+    while is_buffer(batch_dir(folder, steps + 1)):
         steps += 1
     if steps == 0:
         raise DataError(
@@ -90,8 +89,11 @@ def dumped_batches(folder: Path, identity: Json) -> int:
     return steps
 
 
-def dump_batch(folder: Path, step: int, groups: Sequence[Group], samples: Sequence[list[list[Sample]]]) -> None:
-    """Write the batch that `step` trained; a resumed run writes the same again."""
+def begin_batch(folder: Path, step: int) -> Path:
+    """The directory for the batch that `step` trained; a resumed run writes the same again.
+
+    It counts as written when its records are there, so the arrays come first.
+    """
     path = batch_dir(folder, step)
     path.mkdir(parents=True, exist_ok=True)
-    save_buffer(path, groups, samples)
+    return path

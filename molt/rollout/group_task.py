@@ -28,6 +28,8 @@ class GroupResult:
     rollouts: list[RolloutInfo]
     unusable: str | None = None
     """Why the prompt cannot be rolled out at all, such as being longer than the context."""
+    node: str = ""
+    """Where the heavy part is, by Ray's id."""
 
 
 def group_task(prompt: Prompt, rollout: RolloutConfig, overrides: EvalConfig | None = None) -> GroupTask:

@@ -1,6 +1,7 @@
 """Typed handles of engines and runners: actors in other processes, and how a call on a dead one fails."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import ParamSpec, Protocol, TypeVar
 
 import numpy as np
@@ -8,10 +9,11 @@ from ray import ObjectRef
 from ray.exceptions import OutOfMemoryError, RayActorError
 
 from molt.publish.proof import Receipt
+from molt.report.rollouts import StoredGroup
 from molt.rollout.engine_worker import Sampling
 from molt.rollout.group_task import GroupResult, GroupTask
 from molt.rollout.watchdog import RolloutState
-from molt.types import Media, Sample, Turn
+from molt.types import Media, Turn
 
 DEAD = (RayActorError, OutOfMemoryError)
 """What a call raises when its process is gone. Ray itself kills a process when the node runs out of memory."""
@@ -20,6 +22,8 @@ HEARTBEAT_S = 1.0
 ANSWER_S = 5.0
 """An engine that does not answer a health check within this time gets no request."""
 
+SamplesRef = ObjectRef
+"""A reference to the samples of a group, `list[list[Sample]]` by rollout and segment."""
 Parameters = ParamSpec("Parameters")
 Answer = TypeVar("Answer")
 
@@ -58,7 +62,7 @@ class EngineHandle(Protocol):
 class RunGroupCall(Protocol):
     """`AgentHost.run_group`, whose two values come as two references."""
 
-    def remote(self, task: GroupTask) -> "tuple[ObjectRef[GroupResult], ObjectRef[list[list[Sample]]]]": ...
+    def remote(self, task: GroupTask) -> "tuple[ObjectRef[GroupResult], SamplesRef]": ...
 
 
 class RunGroupMethod(Protocol):
@@ -76,6 +80,33 @@ class RunnerHandle(Protocol):
     def states(self) -> RemoteMethod[[], tuple[list[RolloutState], float]]: ...
     @property
     def run_group(self) -> RunGroupMethod: ...
+
+
+class ReadArraysCall(Protocol):
+    """`Keeper.read_arrays`: a reference to the infos of all groups, then one to the arrays of each."""
+
+    def remote(self, directory: Path) -> "list[ObjectRef]": ...
+
+
+class ReadArraysMethod(Protocol):
+    """`Keeper.read_arrays`, called from another process."""
+
+    def options(self, *, num_returns: int) -> ReadArraysCall: ...
+
+
+class KeeperHandle(Protocol):
+    """A `Keeper` in another process."""
+
+    @property
+    def hold(self) -> RemoteMethod[[str, SamplesRef], None]: ...
+    @property
+    def release(self) -> RemoteMethod[[list[str]], None]: ...
+    @property
+    def write_arrays(self) -> RemoteMethod[[Path, list[SamplesRef]], list[int]]: ...
+    @property
+    def write_rollouts(self) -> RemoteMethod[[Path, int, list[StoredGroup], list[SamplesRef], int], list[int]]: ...
+    @property
+    def read_arrays(self) -> ReadArraysMethod: ...
 
 
 def last_line(error: Exception) -> str:

@@ -36,6 +36,12 @@ class Runners(Protocol):
     async def run_group(self, task: GroupTask) -> tuple[GroupResult, Any]: ...
 
 
+class Copies(Protocol):
+    """Where second copies of finished groups go, as the producer sees it."""
+
+    async def copy(self, group_id: str, samples: Any, node: str) -> None: ...
+
+
 class GroupFilter:
     """Dynamic sampling (DAPO, arXiv 2503.14476): a group that all rollouts solve, or none, has no advantages.
 
@@ -83,8 +89,9 @@ class Producer:
         max_staleness: int,
         on_event: OnEvent,
         group_filter: GroupFilter | None = None,
+        copies: Copies | None = None,
     ):
-        """queue: `train.async_queue_size`. group_filter: None without dynamic filtering."""
+        """queue: `train.async_queue_size`. group_filter: None without dynamic filtering. copies: None makes none."""
         self.stream = stream
         self.runners = runners
         self.config = config
@@ -93,6 +100,7 @@ class Producer:
         self.max_staleness = max_staleness
         self.on_event = on_event
         self.filter = group_filter
+        self.copies = copies
         self.step = 0
         """Batches trained and published."""
         self.ended = False
@@ -121,7 +129,6 @@ class Producer:
         collect_rarely()
         try:
             await self._fill_all()
-            self.failures.check(min_attempts=1)  # a short run that only failed must not end as a success
         except* MoltError as errors:
             self.shutdown.end_of_groups(first_error(errors))
         self.ended = True
@@ -178,6 +185,14 @@ class Producer:
         for group in groups:
             self._leave(group)
         self.step = step
+        self._notify()
+
+    def begin_again(self, groups: Sequence[Group]) -> None:
+        """These finished groups went with their node before they were trained: they are rolled out anew."""
+        for group in groups:
+            self.on_event("group_lost", group=group.prompt.group_id)
+            self._leave(group)
+            self.restarts.append(group.prompt)
         self._notify()
 
     @property
@@ -288,7 +303,9 @@ class Producer:
         async with asyncio.TaskGroup() as tasks:
             while True:
                 await self._start_groups(tasks)
-                if self.exhausted:
+                if self.exhausted and not self.tally.in_flight:
+                    self.failures.check(min_attempts=1)  # a short run that only failed must not end as a success
+                if self.done:  # until then a finished group may be lost, and starts again
                     return
                 await self._change()
 
@@ -320,6 +337,8 @@ class Producer:
         if failure is not None:  # never trained with a silently smaller baseline
             self._lose(group, failure)
         elif self._keeps(result):
+            if self.copies is not None:
+                await self.copies.copy(group.prompt.group_id, samples, result.node)
             group.rollouts = result.rollouts
             group.samples = samples
             self.tally.finish(group)

@@ -3,14 +3,13 @@
 A run that replays has a `Replay` where others have a `Producer`, and an `Unpublished` where others have a `Publisher`.
 """
 
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
 from molt.data.prompts import PromptStream
-from molt.rollout.buffer import load_buffer
+from molt.rollout.buffer import is_buffer
 from molt.rollout.dump import batch_dir
-from molt.rollout.runner_pool import own
+from molt.rollout.keepers import Keepers
 from molt.rollout.shutdown import Shutdown
 from molt.types import EMPTY_LEDGER, Group, Ledger, Metric, Prompt
 
@@ -22,8 +21,9 @@ class Replay:
     done = False
     filter = None
 
-    def __init__(self, folder: Path, stream: PromptStream, shutdown: Shutdown):
+    def __init__(self, folder: Path, stream: PromptStream, shutdown: Shutdown, keepers: Keepers):
         self.folder = folder
+        self.keepers = keepers
         self.stream = stream
         self.shutdown = shutdown
         self.step = 0
@@ -36,12 +36,9 @@ class Replay:
         if self.shutdown.error is not None:
             raise self.shutdown.error
         path = batch_dir(self.folder, self.step + 1)
-        if self.shutdown.requested or not (path / "buffer.json").exists():
+        if self.shutdown.requested or not is_buffer(path):
             return []
-        groups, samples = await asyncio.to_thread(load_buffer, path, self._prompt_at)
-        for group, arrays in zip(groups, samples, strict=True):
-            group.samples = own(arrays)
-        return groups
+        return await self.keepers.load(path, self._prompt_at)
 
     def close(self, groups: Sequence[Group], step: int) -> None:
         """The batch is trained and published."""

@@ -13,22 +13,14 @@ from ray.exceptions import ObjectLostError
 
 from molt.errors import LostError
 from molt.rollout.group_task import GroupResult, GroupTask
-from molt.rollout.handles import DEAD, RunnerHandle, ignore_event, last_line
+from molt.rollout.handles import DEAD, RunnerHandle, SamplesRef, ignore_event, last_line
 from molt.rollout.watchdog import RolloutState, table
-from molt.types import InfraFailure, Sample
+from molt.types import InfraFailure
 
 GRACE_S = 60.0
 """What a runner may take beyond the deadlines that it enforces itself."""
 LOADING_S = 300.0
 """A new runner may be silent for so long: it loads its agent."""
-
-SamplesRef = ray.ObjectRef
-"""A reference to the samples of a group, `list[list[Sample]]` by rollout and segment."""
-
-
-def own(samples: list[list[Sample]]) -> SamplesRef:
-    """A reference, owned by the driver, to samples that came from a checkpoint."""
-    return ray.put(samples)
 
 
 @dataclass(eq=False)
@@ -154,8 +146,7 @@ class RunnerPool:
         runner = record.handle
         group_id = task.prompt.group_id
         result_ref, samples_ref = runner.run_group.options(num_returns=2).remote(task)
-        # Waiting for the samples copies them to this node: a finished group does not die with the node of its runner.
-        answer = asyncio.gather(result_ref, samples_ref)
+        answer = asyncio.ensure_future(result_ref)  # the samples stay where they are
         dispatch = Dispatch(runner, time.monotonic(), asyncio.Event())
 
         record.in_flight += 1
@@ -163,7 +154,7 @@ class RunnerPool:
         try:
             ending = await self._wait(answer, dispatch.retry)
             if ending is Ending.ANSWERED:
-                result, _ = answer.result()
+                result = answer.result()
                 record.restarts_since_answer = 0
                 return result, samples_ref
             if ending is Ending.RETRY_REQUESTED:

@@ -1,10 +1,13 @@
 """The process of a runner."""
 
+from dataclasses import replace
 from typing import Any
 
 import ray
 
 from molt.rollout.agent_host import AgentHost
+from molt.rollout.group_task import GroupResult, GroupTask
+from molt.types import Sample
 
 
 def _actor(host: type[AgentHost]) -> Any:
@@ -15,3 +18,8 @@ def _actor(host: type[AgentHost]) -> Any:
 @_actor
 class RunnerWorker(AgentHost):
     """An `AgentHost` as a Ray actor."""
+
+    async def run_group(self, task: GroupTask) -> tuple[GroupResult, list[list[Sample]]]:
+        """As `AgentHost.run_group`, and says where the samples are."""
+        result, samples = await super().run_group(task)
+        return replace(result, node=ray.get_runtime_context().get_node_id()), samples

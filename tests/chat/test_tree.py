@@ -3,6 +3,7 @@
 import gc
 import json
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molt.chat.tree import Tree
+from molt.columns import Column
 from tests.streams import turn_from
 
 TOOLS = [{"type": "function", "function": {"name": "sh", "parameters": {"type": "object", "properties": {}}}}]
@@ -38,6 +40,9 @@ def result(content, call="c0"):
     return {"role": "tool", "content": content, "tool_call_id": call}
 
 
+TWICE = Column("twice", "int64", fill=-1)
+
+
 class Engine:
     """Samples tokens that never occur twice, 1000, 1001, ..., each with a log-prob of its own."""
 
@@ -49,6 +54,7 @@ class Engine:
         self.next += count
         versions = np.full(count, self.version, np.int32)
         turn = turn_from(np.array(prompt_ids, np.int32), ids, -ids.astype(np.float32) / 4096, versions, "stop")
+        turn = replace(turn, sampled=turn.sampled.with_column(TWICE, 2 * ids))
         self.turns.append(turn)
         return turn
 
@@ -683,6 +689,8 @@ class Sessions:
         for s in samples:
             for token, *carried in zip(*(x.tolist() for x in (s.token_ids, s.logprobs, s.versions)), strict=True):
                 assert tuple(carried) in ((0.0, -1), log.get(token))
+            # So it does in any column.
+            assert s.columns.values(TWICE).tolist() == np.where(s.mask, 2 * s.token_ids, -1).tolist()
         # Every sample is one prompt of the engine and what it sampled from it; no sample is part of another.
         seen = [[*turn.prompt_ids.tolist(), *turn.token_ids.tolist()] for turn in included]
         leaves = [ids for ids in seen if not any(len(o) > len(ids) and o[: len(ids)] == ids for o in seen)]

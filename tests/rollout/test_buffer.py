@@ -1,13 +1,14 @@
 """Finished groups to disk and back: the same records, the same bits, no pickle."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 
-from molt.rollout.buffer import load_buffer, save_buffer
+from molt.columns import Column
 from molt.rollout.samples import describe
 from molt.types import Group, InfraFailure, PolicyFailure, Prompt, RolloutInfo, Scored
-from tests.streams import sample_from
+from tests.streams import load_buffer, sample_from, save_buffer
 
 
 def prompt(epoch, position):
@@ -19,6 +20,9 @@ def sample(length, seed):
     versions = rng.integers(-1, 3, length).astype(np.int32)
     logprobs = np.where(versions >= 0, -rng.random(length), 0).astype(np.float32)
     return sample_from(rng.integers(0, 99, length).astype(np.int32), versions, logprobs)
+
+
+PAIRS = Column("pairs", "int16", fill=-1, shape=(2,))
 
 
 def rollout(group_id, index, outcome, samples, **other):
@@ -69,6 +73,20 @@ def test_round_trip(tmp_path):
             assert (x.outcome.reward, x.outcome.score) == (y.outcome.reward, y.outcome.score)
     assert loaded[0].rollouts[1].outcome.reason == "no json"
     assert [group.order for group in loaded] == [0, 1]  # in the order they started
+
+
+def test_a_further_column_comes_back_with_its_declaration(tmp_path):
+    saved, heavy = groups()
+    before = heavy[0][0][1]
+    values = np.arange(2 * len(before)).reshape(-1, 2)
+    heavy[0][0][1] = replace(before, columns=before.columns.with_column(PAIRS, values))
+    save_buffer(tmp_path, saved, heavy)
+    _, samples = load_buffer(tmp_path, prompt)
+    assert_same_samples(samples, heavy)
+    assert samples[0][0][1].columns.further == (PAIRS,)
+    assert np.array_equal(samples[0][0][1].columns.values(PAIRS), values)
+    # A sample that did not have the column has its fill.
+    assert (samples[1][1][0].columns.values(PAIRS) == -1).all()
 
 
 def test_an_empty_buffer(tmp_path):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from molt.columns import NOT_GENERATED
 from molt.rollout.samples import describe, to_sample
 from molt.types import SampleInfo, Turn
-from tests.streams import sample_from, turn_from
+from tests.streams import turn_from
 
 
 def turn(prompt_ids, token_ids, versions, logprobs=None) -> Turn:
@@ -76,8 +76,3 @@ def test_sampled_positions_are_the_turns_tokens_and_everything_else_is_context(d
         assert getattr(sample, name)[mask].tolist() == expected.tolist()
     assert sample.token_ids.tolist() == [*turns[-1].prompt_ids, *turns[-1].token_ids]
     assert (sample.versions[~mask] == NOT_GENERATED).all() and not sample.logprobs[~mask].any()
-
-
-def test_arrays_that_are_not_aligned_are_refused():
-    with pytest.raises(ValueError, match="3 token_ids, 2 versions, 3 logprobs"):
-        sample_from(np.zeros(3, np.int32), np.zeros(2, np.int32), np.zeros(3, np.float32))

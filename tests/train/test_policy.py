@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from molt.batch.collate import gather
 from molt.batch.plan import SampleTask
-from molt.columns import NOT_GENERATED
+from molt.columns import NOT_GENERATED, Column
 from molt.config import ActorConfig, AdamConfig, AdvantageConfig, AlgoConfig, FsdpConfig, KlConfig, TrainConfig
 from molt.report import metrics as report
 from molt.train.policy import Policy, PolicySettings
@@ -324,6 +324,27 @@ def test_a_rank_without_samples_takes_part(policy, plan):
 
 
 @pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_further_column_reaches_the_micro_batch(policy, packed):
+    """One of two samples has it, and an entry is a pair: the other one's entries and the padding are its fill."""
+    pairs = Column("pairs", "float32", fill=-1.0, shape=(2,))
+    samples = make_samples(lengths=(9, 6, 6, 11))
+    described = samples[0][1][0]
+    values = np.arange(12, dtype=np.float32).reshape(6, 2)
+    samples[0][1] = [replace(described, columns=described.columns.with_column(pairs, values))]
+    plan = make_plan(samples, steps=(((0, 1),),))
+    made = policy(packed=packed)
+    made.prepare(plan, dict(enumerate(samples)), {}, 6, 0.0)
+    ((micro_batch,),) = made.steps
+    got = micro_batch.columns["pairs"]
+    assert got.shape == (*micro_batch.batch.token_ids.shape, 2)
+    rows = [torch.full((9, 2), -1.0), torch.tensor(values)]
+    if packed:
+        assert torch.equal(got[0], torch.cat(rows))
+    else:
+        assert torch.equal(got[0], rows[0]) and torch.equal(got[1, :6], rows[1]) and (got[1, 6:] == -1).all()
+
+
 def test_the_probe_has_log_probs_at_temperature_1(policy, packed):
     sequences = [[5, 9, 40, 7], [3, 8], [50] * 11]
     probed = policy(packed=packed).probe(sequences)

@@ -1,0 +1,68 @@
+"""A token column that an agent's file declares goes through a whole run, and no driver ever unpickles it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from molt.train.checkpoint import latest_checkpoint
+from tests.column_agent import SURPRISE, ColumnEngineWorker
+from tests.runs import flags, run, settings, write_prompts
+
+pytestmark = pytest.mark.ray
+ROOT = Path(__file__).parent.parent
+
+
+def stored(output: Path) -> dict[str, list[dict]]:
+    """The rows of each group that was trained."""
+    rows: dict[str, list[dict]] = {}
+    for path in sorted((output / "run" / "rollouts").glob("step_*.parquet")):
+        for row in pq.read_table(path).to_pylist():
+            rows.setdefault(row["group_id"], []).append(row)
+    return rows
+
+
+def assert_described(row: dict) -> None:
+    """Every sampled token has its own entry, every other one the fill."""
+    assert len(row["surprise"]) == len(row["token_ids"])
+    for entry, token, version, logprob in zip(
+        row["surprise"], row["token_ids"], row["versions"], row["logprobs"], strict=True
+    ):
+        assert entry == ([-logprob, token] if version >= 0 else [-1.0, -1.0])
+
+
+def test_it_survives_a_kill_and_arrives_in_the_stored_rollouts(ray_session, model_dir, tmp_path):
+    """The killed driver's checkpoint holds finished groups; the run that resumes trains those very tokens."""
+    prompts = write_prompts(tmp_path / "p.jsonl", 24)
+    output = tmp_path / "out"
+    agent = str(ROOT / "tests" / "column_agent.py")
+    more = ("--train.agent_path", agent, "--ckpt.save_steps", "1", "--logger.rollouts_per_step", "-1",
+            "--train.async_queue_size", "2", "--rollout.vllm_generate_batch_size", "12")  # fmt: skip
+    command = [sys.executable, "-m", "tests.killed", "trained", "3", *flags(model_dir, output, prompts, *more)]
+    environment = os.environ | ray_session | {"MOLT_TEST_ENGINE": "tests.column_agent:ColumnEngineWorker"}
+    killed = subprocess.run(command, cwd=ROOT, timeout=500, env=environment, capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
+
+    checkpoint = latest_checkpoint(output / "checkpoints")
+    records = json.loads((checkpoint / "buffer.json").read_text())["groups"]
+    assert records, "no finished group was waiting: the test would show nothing"
+    with np.load(checkpoint / "buffer.npz") as file:
+        buffered = file["surprise"]
+        tokens = file["token_ids"]
+    assert buffered.shape == (len(tokens), 2) and buffered.dtype == np.float64
+
+    run(settings(model_dir, output, prompts, *more, "--ckpt.load_enable"), ColumnEngineWorker)
+    groups = stored(output)
+    assert len(groups) == 24
+    for rows in groups.values():
+        for row in rows:
+            assert_described(row)
+    waited = [row for record in records for row in groups[f"{record['epoch']}:{record['position']}"]]
+    assert [entry for row in waited for entry in row["surprise"]] == buffered.tolist()
+    assert SURPRISE.name in pq.read_schema(next((output / "run" / "rollouts").iterdir())).names
