@@ -96,6 +96,22 @@ ALWAYS = (TOKEN_IDS, VERSIONS, LOGPROBS)
 """What every stream has; other columns may be missing, which means `fill` everywhere."""
 
 
+@dataclass(frozen=True)
+class CandidateColumns:
+    """The k likeliest tokens at each sampled token, under the distribution that it was sampled from."""
+
+    ids: Column
+    logprobs: Column
+
+
+def candidate_columns(k: int) -> CandidateColumns:
+    """The two columns that score centering reads (`algo/centering.py`), with k entries per token."""
+    return CandidateColumns(
+        ids=Column("candidate_ids", "int32", fill=0, shape=(k,)),
+        logprobs=Column("candidate_logprobs", "float32", fill=0.0, shape=(k,)),
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class TokenColumns:
     """The columns of T tokens: an array `[T, *shape]` for each."""

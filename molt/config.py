@@ -373,6 +373,11 @@ class AdvantageConfig(Section, prefix="algo.advantage."):
     is_correction_gating: Literal["ratio", "binary_kl", "tv"] = "ratio"
     """The statistic that mode mask compares with the band: the ratio, or the divergence of the two probabilities of the
     sampled token, as a Bernoulli KL (binary_kl) or their difference (tv)."""
+    score_centering_top_k: Annotated[
+        int, at_least(0, "it is a number of tokens", "Use 0 to train without it, or a number such as 20")
+    ] = 0
+    """Score centering: REINFORCE on off-policy tokens without a ratio, in the place of the policy loss. The engine
+    records the k likeliest tokens at each token. 0: off. See docs/losses.md."""
 
     @property
     def band(self) -> tuple[float, float]:

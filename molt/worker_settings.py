@@ -35,6 +35,7 @@ def engine_settings(spec: ProcessSpec) -> EngineSettings:
         vllm=config.vllm,
         weight_transfer=spec.weight_transfer,
         partial_rollouts=config.train.partial_rollout_enable,
+        candidates=config.algo.advantage.score_centering_top_k,
         deterministic=config.train.full_determinism_enable,
     )
 
@@ -46,6 +47,7 @@ def runner_settings(config: RLConfig) -> RunnerSettings:
         data=config.data,
         rollout=config.rollout,
         seed=config.train.seed,
+        candidates=config.algo.advantage.score_centering_top_k,
     )
 
 

@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from molt.columns import candidate_columns, token_columns
 from molt.errors import EngineError
 from molt.publish.proof import Receipt, checksum, combine
 from molt.rollout.engine_worker import EngineSettings, Sampling
 from molt.types import Media, Turn
-from tests.streams import turn_from
 
 
 class FakeEngine:
@@ -43,18 +43,22 @@ class FakeEngine:
         await self.open.wait()
         await asyncio.sleep(0.001)
         generator = torch.Generator().manual_seed(sampling.seed)
-        ids, logprobs = list(prompt_ids), []
+        ids, logprobs, candidates = list(prompt_ids), [], []
         while len(logprobs) < sampling.max_tokens and (not logprobs or ids[-1] not in sampling.stop_token_ids):
             values = self._logprobs(ids, sampling.temperature or 1.0)[-1]
             greedy = sampling.temperature == 0
             ids.append(int(values.argmax() if greedy else torch.multinomial(values.exp(), 1, generator=generator)))
             logprobs.append(float(values[ids[-1]]))
+            candidates.append(values.topk(sampling.candidates))
         n = len(logprobs)
-        return turn_from(
+        sampled = token_columns(ids[-n:], np.full(n, int(self.version)), logprobs)
+        if sampling.candidates:
+            columns = candidate_columns(sampling.candidates)
+            sampled = sampled.with_column(columns.ids, [top.indices.tolist() for top in candidates])
+            sampled = sampled.with_column(columns.logprobs, [top.values.tolist() for top in candidates])
+        return Turn(
             prompt_ids=np.asarray(prompt_ids, np.int32),
-            token_ids=np.asarray(ids[-n:], np.int32),
-            logprobs=np.asarray(logprobs, np.float32),
-            versions=np.full(n, int(self.version), np.int32),
+            sampled=sampled,
             finish_reason="stop" if ids[-1] in sampling.stop_token_ids else "length",
         )
 

@@ -33,6 +33,8 @@ class RunnerSettings:
     data: PromptDataConfig
     rollout: RolloutConfig
     seed: int
+    candidates: int = 0
+    """`algo.advantage.score_centering_top_k`."""
 
 
 def longest_s(rollout: RolloutConfig) -> float:
@@ -185,6 +187,7 @@ class AgentHost:
             free_seeds=SeedsByPrompt(key, FREE),
             stop_token_ids=self.stop_token_ids,
             timeout_s=self.settings.rollout.timeout_s,
+            candidates=self.settings.candidates,
         )
         return EpisodeContext(
             prompt=prompt,

@@ -14,7 +14,7 @@ import numpy as np
 import ray
 
 from molt.chat.images import open_image
-from molt.columns import token_columns
+from molt.columns import TokenColumns, candidate_columns, token_columns
 from molt.config import VllmConfig
 from molt.errors import EngineError
 from molt.publish.proof import Receipt
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
 CPU_KV_CACHE_BYTES = 512 << 20
+VLLM_MAX_LOGPROBS = 20
+"""vLLM's own limit of candidates per token, unless it is told otherwise."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class EngineSettings:
     weight_transfer: str = "shm"
     partial_rollouts: bool = False
     """A weight sync interrupts running requests, which then go on under the new weights."""
+    candidates: int = 0
+    """The most that a request may ask for (`Sampling.candidates`)."""
     deterministic: bool = False
     """The answer to a request does not depend on the other requests."""
     extension: str = "molt.publish.receive.EngineExtension"
@@ -63,6 +67,8 @@ class Sampling:
     max_tokens: int
     seed: int
     stop_token_ids: tuple[int, ...]
+    candidates: int = 0
+    """How many of the likeliest tokens are recorded at each sampled one (`columns.candidate_columns`)."""
 
 
 class Engine(Protocol):
@@ -154,13 +160,10 @@ class VllmEngine:
                 f"{len(prompt_ids)}: what is recorded would not be what was read. The runner's image processor and "
                 "vLLM's must be of one model directory and one version of transformers."
             )
+        versions = _versions(output.weight_versions, len(output.token_ids))
         return Turn(
             prompt_ids=np.asarray(prompt_ids, np.int32),
-            sampled=token_columns(
-                token_ids=output.token_ids,
-                versions=_versions(output.weight_versions, len(output.token_ids)),
-                logprobs=output.logprobs.logprobs,
-            ),
+            sampled=_sampled(output.token_ids, versions, output.logprobs, sampling.candidates),
             finish_reason=output.finish_reason,
         )
 
@@ -286,7 +289,7 @@ def _sampling_params(sampling: Sampling) -> "SamplingParams":
         max_tokens=sampling.max_tokens,
         seed=sampling.seed,
         stop_token_ids=list(sampling.stop_token_ids),
-        logprobs=0,
+        logprobs=sampling.candidates,
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
@@ -304,6 +307,19 @@ def _prompt_with_images(ids: list[int], media: Sequence[Media]) -> dict[str, Any
     short.extend(ids[end:])
     images = [open_image(each.data) for each in media]
     return {"prompt_token_ids": short, "multi_modal_data": {"image": images}}
+
+
+def _sampled(token_ids: Sequence[int], versions: np.ndarray, flat: Any, candidates: int) -> TokenColumns:
+    """What vLLM sampled. flat: its `FlatLogprobs`, the sampled token and then the candidates at each position."""
+    width = 1 + candidates
+    logprobs = np.asarray(flat.logprobs, np.float32).reshape(len(token_ids), width)
+    sampled = token_columns(token_ids=token_ids, versions=versions, logprobs=logprobs[:, 0])
+    if candidates == 0:
+        return sampled
+    ids = np.asarray(flat.token_ids, np.int32).reshape(len(token_ids), width)
+    columns = candidate_columns(candidates)
+    sampled = sampled.with_column(columns.ids, ids[:, 1:])
+    return sampled.with_column(columns.logprobs, logprobs[:, 1:])
 
 
 def _versions(spans: "Sequence[Any]", length: int) -> np.ndarray:
@@ -328,6 +344,7 @@ def _engine_arguments(settings: EngineSettings) -> "AsyncEngineArgs":
         enforce_eager=settings.vllm.enforce_eager,
         enable_prefix_caching=settings.vllm.enable_prefix_caching,
         skip_tokenizer_init=True,
+        max_logprobs=max(VLLM_MAX_LOGPROBS, settings.candidates),
         generation_config="vllm",  # the model's own sampling defaults must not leak into the policy
         logprobs_mode="processed_logprobs",
         weight_transfer_config=WeightTransferConfig(backend=settings.weight_transfer),

@@ -99,8 +99,9 @@ class ModelCalls:
         free_seeds: Seeds,
         stop_token_ids: tuple[int, ...],
         timeout_s: float,
+        candidates: int = 0,
     ):
-        """task: says the distribution of the policy. timeout_s: of one call."""
+        """task: says the distribution of the policy. timeout_s: of one call. candidates: as in `Sampling`."""
         self.pool = pool
         self.attempt = attempt
         self.task = task
@@ -108,6 +109,7 @@ class ModelCalls:
         self.free_seeds = free_seeds
         self.stop_token_ids = stop_token_ids
         self.timeout_s = timeout_s
+        self.candidates = candidates
 
     async def trained(self, prompt_ids: list[int], max_tokens: int, *, media: Sequence[Media] = ()) -> Turn:
         """Sample from the policy; the turn may be trained on. Raises as `EnginePool.generate` does."""
@@ -118,6 +120,7 @@ class ModelCalls:
             max_tokens=max_tokens,
             seed=self.trained_seeds.next(prompt_ids, media),
             stop_token_ids=self.stop_token_ids,
+            candidates=self.candidates,
         )
         return await self._generate(prompt_ids, sampling, media)
 

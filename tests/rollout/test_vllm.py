@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from molt.columns import candidate_columns
 from molt.config import VllmConfig
 from molt.driver import drive_evaluation
 from molt.errors import PublicationError
@@ -128,6 +129,22 @@ def test_log_probs_are_those_of_the_sampled_distribution(engine, model_dir, temp
         expected = reference_logprobs(model, ids, temperature)[len(turn.prompt_ids) :]
         assert np.abs(turn.logprobs - expected).max() < 1e-4
         assert turn.finish_reason == ("stop" if turn.token_ids[-1] == END_ID else "length")
+
+
+def test_candidates_are_the_likeliest_tokens_and_their_log_probs(engine, model_dir):
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    columns = candidate_columns(5)
+    request = replace(sampling(3), temperature=0.8, candidates=5)
+    turn = ray.get(engine.generate.remote("candidates", prompts(1)[0], request), timeout=60)
+    ids = torch.tensor([*turn.prompt_ids.tolist(), *turn.token_ids.tolist()])
+    with torch.no_grad():
+        logits = model(input_ids=ids[None], use_cache=False).logits[0]
+    logp = (logits / 0.8).log_softmax(-1)[len(turn.prompt_ids) - 1 : -1]
+    expected = logp.topk(5)
+    assert turn.sampled.values(columns.ids).tolist() == expected.indices.tolist()
+    assert np.abs(turn.sampled.values(columns.logprobs) - expected.values.numpy()).max() < 1e-4
+    alone = ray.get(engine.generate.remote("alone", prompts(1)[0], replace(request, candidates=0)), timeout=60)
+    assert alone.token_ids.tolist() == turn.token_ids.tolist() and alone.sampled.further == ()
 
 
 def test_a_seed_gives_the_same_tokens_again_and_another_seed_others(engine):
