@@ -24,6 +24,8 @@ NOT_GENERATED = -1
 """The version of a token that the policy did not sample (prompt, observation, template)."""
 
 Fill = int | float | bool
+Chosen = np.ndarray | slice
+"""Some of T tokens: bool `[T]`, or a slice."""
 
 
 @dataclass(frozen=True)
@@ -173,8 +175,8 @@ class TokenColumns:
         """Tokens `start` to `stop`, as views."""
         return TokenColumns({column: array[start:stop] for column, array in self.arrays.items()})
 
-    def mask_out(self, tokens: np.ndarray | slice) -> "TokenColumns":
-        """The same stream with some tokens as context: nobody sampled them here. tokens: bool `[T]`, or a slice."""
+    def mask_out(self, tokens: Chosen) -> "TokenColumns":
+        """The same stream with some tokens as context: nobody sampled them here."""
         arrays = {}
         for column, array in self.arrays.items():
             if column.generated_only:

@@ -45,6 +45,7 @@ def write_arrays(directory: Path, samples: Sequence[RolloutSamples]) -> None:
     declarations = [declaration(column) for column in columns.further]
     np.savez(
         directory / ARRAYS,
+        allow_pickle=False,
         **{NUMBER: np.array(FORMAT), DECLARATIONS: np.array(json.dumps(declarations))},
         **arrays,
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import ray
+from ray.exceptions import ObjectLostError
 
 from molt.errors import LostError
 from molt.report.rollouts import StoredGroup
@@ -66,7 +67,7 @@ class Keepers:
         keeper = self.nodes[(names.index(node) + 1) % len(names)]
         try:
             await keeper.handle.hold.remote(group_id, samples)
-        except (*DEAD, ray.exceptions.ObjectLostError) as error:
+        except (*DEAD, ObjectLostError) as error:
             self.on_event("copy_failed", group=group_id, node=keeper.node, reason=last_line(error))
             return
         self._copies[group_id] = keeper.handle
