@@ -324,7 +324,6 @@ def test_a_rank_without_samples_takes_part(policy, plan):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("packed", [False, True])
 def test_a_further_column_reaches_the_micro_batch(policy, packed):
     """One of two samples has it, and an entry is a pair: the other one's entries and the padding are its fill."""
     pairs = Column("pairs", "float32", fill=-1.0, shape=(2,))
@@ -345,6 +344,7 @@ def test_a_further_column_reaches_the_micro_batch(policy, packed):
         assert torch.equal(got[0], rows[0]) and torch.equal(got[1, :6], rows[1]) and (got[1, 6:] == -1).all()
 
 
+@pytest.mark.parametrize("packed", [False, True])
 def test_the_probe_has_log_probs_at_temperature_1(policy, packed):
     sequences = [[5, 9, 40, 7], [3, 8], [50] * 11]
     probed = policy(packed=packed).probe(sequences)
