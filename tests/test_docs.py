@@ -193,9 +193,8 @@ def test_the_loss_in_the_documents_runs():
     logprobs = torch.tensor([[3.0, 0.5]]).log()
     old, mask = torch.zeros(1, 2), torch.ones(1, 2).bool()
     found, clipped = row.fn(logprobs, old, torch.full((1, 2), 5.0), mask, mask.long(), low=low, high=high)
-    assert found.tolist() == [pytest.approx([-10.0, -2.5])] and clipped.tolist() == [
-        [True, False]
-    ]  # -min(3, 2) 5 and -0.5 * 5
+    assert found.tolist() == [pytest.approx([-10.0, -2.5])]  # -min(3, 2) * 5 and -0.5 * 5
+    assert clipped.tolist() == [[True, False]]
 
 
 @pytest.mark.parametrize("row", [advantage.Estimator, loss.PolicyLoss])
