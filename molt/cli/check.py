@@ -146,7 +146,7 @@ def load_algorithm(found: Findings, config: RLConfig) -> Algorithm | None:
     """The estimator and the loss that the settings name; None if one of them cannot be used."""
     estimator = found.attempt(load_estimator, config.algo.advantage.estimator)
     loss = None
-    if rules.one_loss(config) is None:
+    if rules.one_loss(config) is None:  # else that rule says what is wrong
         loss = found.attempt(policy_loss, config.algo, config.actor)
     if estimator is None or loss is None:
         return None

@@ -230,6 +230,41 @@ def test_ppo_gradient_matches_finite_differences(dual_clip):
     np.testing.assert_allclose(logprobs.grad.numpy(), ((above - below) / 2e-6).detach().numpy(), atol=1e-6)
 
 
+def gradients_of(name, samples, packed):
+    """The gradient of `sum(weight * loss_t)` to the log-probs of each sample; where trained tokens are clipped."""
+    batch = collate([np.zeros(len(s[0]), np.int64) for s in samples], packed=packed)
+    leaves = [torch.tensor(s[0], dtype=torch.float64, requires_grad=True) for s in samples]
+    logprobs = scatter(batch, leaves)
+    old, advantages, weights = (scatter(batch, [np.array(s[i], "f8") for s in samples]) for i in (1, 2, 4))
+    mask = scatter(batch, [np.array(s[3], "?") for s in samples])
+    high = 1.1 if LOSSES[name].bounds == "weight" else 0.1
+    loss, clipped = LOSSES[name].fn(logprobs, old, advantages, mask, batch.segments, low=0.1, high=high)
+    return torch.autograd.grad((weights * mask * loss).sum(), leaves), clipped[mask]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_gradient_does_not_depend_on_what_else_is_in_the_micro_batch(name, packed):
+    rng = np.random.default_rng(5)
+    samples = []
+    for length in (7, 1, 4, 12, 3):
+        old = rng.uniform(-3, -1, length)
+        samples.append(
+            (
+                old + rng.normal(scale=0.3, size=length),
+                old,
+                rng.normal(size=length),
+                np.arange(length) % 3 != 2,
+                rng.uniform(0.1, 1, length),
+            )
+        )
+    together, clipped = gradients_of(name, samples, packed)
+    assert clipped.any() and not clipped.all() and all(gradient.any() for gradient in together)
+    for sample, expected in zip(samples, together, strict=True):
+        (alone,), _ = gradients_of(name, [sample], packed)
+        np.testing.assert_allclose(alone, expected, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_at_the_old_weights_every_loss_is_the_plain_policy_gradient(name):
     logprobs = torch.tensor([-0.5, -2.0], requires_grad=True)
