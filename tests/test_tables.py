@@ -22,13 +22,13 @@ from molt.roles import roles
 
 PACKAGE = Path(molt.__file__).parent
 GOOD = "--actor.model_name_or_path m --data.prompt_dataset p.jsonl --train.agent_path a.py --rollout.batch_size 16"
-CHOSEN = f"{GOOD} --algo.advantage.estimator newest --actor.loss_mode latest --actor.loss_agg_mode halves"
+CHOSEN = f"{GOOD} --algo.advantage.estimator brand_new --actor.loss_mode latest --actor.loss_agg_mode halves"
 
 
 @pytest.fixture
 def rows(monkeypatch):
     """A new estimator, loss and aggregation, made of the functions of old ones."""
-    newest = Estimator(
+    brand_new = Estimator(
         level="group",
         whiten=False,
         fn=group_mean,
@@ -37,7 +37,7 @@ def rows(monkeypatch):
         baseline="group",
         kl_coef=0.25,
     )
-    monkeypatch.setitem(ADVANTAGES, "newest", newest)
+    monkeypatch.setitem(ADVANTAGES, "brand_new", brand_new)
     monkeypatch.setitem(LOSSES, "latest", PolicyLoss(ppo, "-late({low:g}, {high:g})", (0.125, 9.0), bounds="weight"))
     monkeypatch.setitem(AGGREGATIONS, "halves", Aggregation(AGGREGATIONS["token-mean"].denominators, "1/2N"))
 
@@ -60,7 +60,7 @@ def test_new_rows_can_be_chosen(rows):
     assert (algorithm.kl_coef, algorithm.low_high) == (0.25, (0.125, 9.0))
     assert [role.name for role in roles(config, algorithm)] == ["policy", "reference", "critic"]
     lines = header(config, 3).splitlines()
-    assert "  A      = R - new    [newest]" in lines
+    assert "  A      = R - new    [brand_new]" in lines
     assert "  loss   = sum_t 1/2N * -late(0.125, 9) * c    [latest]" in lines
 
 
@@ -68,7 +68,7 @@ def test_the_same_names_are_refused_without_their_rows():
     for flag, name, known in [
         ("actor.loss_mode", "latest", LOSSES),
         ("actor.loss_agg_mode", "halves", AGGREGATIONS),
-        ("algo.advantage.estimator", "newest", ADVANTAGES),
+        ("algo.advantage.estimator", "brand_new", ADVANTAGES),
     ]:
         with pytest.raises(ConfigError, match=rf"^`{flag}` \(={name}\) .* Use one of: {', '.join(known)}[.,]"):
             config_of(f"--{flag} {name}")
@@ -108,13 +108,13 @@ def test_the_help_lists_the_rows_and_their_defaults(capsys):
     assert f"One of: {', '.join(ADVANTAGES)}, FILE.py:function." in shown
     assert "The losses' own: ppo 0.2 0.2, gspo 0.0003 0.0004, cispo 0.2 5, gmpo 0.4 0.4." in shown
     assert "The estimators' own: on_policy_distill 1, all others 0." in shown
-    assert "newest" not in shown
+    assert "brand_new" not in shown
 
 
 def test_the_help_has_the_new_rows(rows, capsys):
     shown = help_of(capsys)
-    assert "gmpo, latest." in shown and "on_policy_distill, newest, FILE.py:function." in shown
-    assert "latest 0.125 9." in shown and "newest 0.25, all others 0." in shown and "sum-norm, halves." in shown
+    assert "gmpo, latest." in shown and "on_policy_distill, brand_new, FILE.py:function." in shown
+    assert "latest 0.125 9." in shown and "brand_new 0.25, all others 0." in shown and "sum-norm, halves." in shown
 
 
 def test_a_row_has_bounds_that_its_own_rules_accept():
