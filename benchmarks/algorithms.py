@@ -49,7 +49,7 @@ WIDE = ["--rollout.batch_size", "32"]
 LONG = [*WIDE, "--train.max_steps", "200"]
 CRITIC = [ESTIMATOR, "gae", *WIDE, "--train.batch_size", "128", "--actor.freezing_steps", "{half}",
           "--critic.adam.lr", "1e-3", "--critic.max_epochs", "8", "--critic.gradient_checkpoint", "none"]  # fmt: skip
-GSPO = [LOSS, "gspo", "--actor.eps_clip_low_high", "3e-4", "4e-4"]
+GSPO = [LOSS, "gspo"]
 STALE = ["--train.async_queue_size", "1", "--algo.advantage.is_correction_level", "token"]
 RUNS: dict[str, list[str]] = {
     "teacher": [ESTIMATOR, "grpo", *LONG],
@@ -63,6 +63,7 @@ RUNS: dict[str, list[str]] = {
     "ppo loss": [*TWO_STEPS, LOSS, "ppo"],
     "gspo loss": [*TWO_STEPS, *GSPO],
     "cispo loss": [*TWO_STEPS, LOSS, "cispo", "--actor.eps_clip_low_high", "0.2", "2.0"],
+    "gmpo loss": [*TWO_STEPS, LOSS, "gmpo"],
     "stale reinforce": [*STALE, ESTIMATOR, "reinforce"],
     "stale grpo": [*STALE, ESTIMATOR, "grpo"],
     "stale gae": [*STALE, *CRITIC],

@@ -31,7 +31,6 @@ import ray
 from _common import spread
 
 from molt import cluster
-from molt.algo.advantage import ADVANTAGES
 from molt.batch.plan import advantages, plan_batch, shaped_rewards
 from molt.cli.args import parse
 from molt.config import RLConfig
@@ -109,7 +108,8 @@ def prepare(folder: Path, options: argparse.Namespace) -> RLConfig:
 
 async def alone(config: RLConfig) -> tuple[list[float], list[float]]:
     """Seconds per batch of generation and of training, each with the other side idle."""
-    async with cluster.started(resolve(config).processes, ignore_event) as processes:
+    spec = resolve(config)
+    async with cluster.started(spec.processes, ignore_event) as processes:
         rows = load_rows(config.data.prompt_dataset, flag="data.prompt_dataset")
         dataset = PromptDataset(rows, config.data)
         generation = []
@@ -123,9 +123,8 @@ async def alone(config: RLConfig) -> tuple[list[float], list[float]]:
             generation.append(time.perf_counter() - began)
             rollouts = [result.rollouts for result, _ in groups]
             samples = [reference for _, reference in groups]
-            estimator = ADVANTAGES[config.algo.advantage.estimator]
-            rewards = shaped_rewards(rollouts, config.reward, config.data.max_len)
-            per_group = advantages(rollouts, rewards, estimator)
+            rewards = shaped_rewards(rollouts, spec.shaping)
+            per_group = advantages(rollouts, rewards, spec.algorithm.estimator)
             began = time.perf_counter()
             plans = plan_batch(
                 rollouts,

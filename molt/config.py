@@ -3,6 +3,7 @@
 The command line is generated from these classes (`--actor.adam.lr 1e-6`). A component receives
 *its* section, never the root, so a signature says which knobs matter. Nothing mutates a config after
 construction; a value that depends on others is a property. Rules across settings are in `rules.py`.
+The names of an estimator, a loss and an aggregation are text here: they are the rows of the tables in `algo/`.
 """
 
 from collections.abc import Callable
@@ -174,24 +175,22 @@ class ActorConfig(OptimizerConfig, ModelConfig, prefix="actor."):
     """The policy."""
 
     eps_clip_low_high: Annotated[
-        tuple[float, float],
+        tuple[float, float] | None,
         Range(
             _surround_one,
             "the clipped ratio would not surround 1",
             "Use two positive numbers, the first below 1, such as 0.2 0.2",
         ),
-    ] = (0.2, 0.2)
-    """The ratio is clipped to [1 - low, 1 + high] (ppo, gspo). cispo: high is the ceiling itself, low is unused."""
+    ] = None
+    """LOW HIGH, how far the ratio may leave 1; docs/losses.md has the formula of each loss. Unset: the loss's own."""
     dual_clip: Annotated[
         float | None,
         above_one("tokens of a negative advantage would lose their gradient at once", "Use 3.0, or unset"),
     ] = None
-    """ppo: with A < 0 the loss of a token is at most this times |A|. Unset: not bounded."""
-    loss_mode: Literal["ppo", "gspo", "cispo"] = "ppo"
+    """With A < 0 the loss of a token is at most this times |A|, if the loss has such a bound. Unset: not bounded."""
+    loss_mode: str = "ppo"
     """The policy loss; see docs/losses.md. `algo.loss` names your own."""
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "prompt-mean-token-mean", "seq-mean-token-sum-norm"] = (
-        "token-mean"
-    )
+    loss_agg_mode: str = "token-mean"
     """The weight of a token in the loss."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus; negative values punish entropy."""
@@ -346,8 +345,7 @@ class AdvantageConfig(Section, prefix="algo.advantage."):
     """How rewards become advantages."""
 
     estimator: str = "reinforce"
-    """reinforce, reinforce_baseline, rloo, grpo, dr_grpo, flash_reinforce, gae, on_policy_distill, or
-    FILE.py:function. See docs/algorithms.md."""
+    """A name, or FILE.py:function. See docs/algorithms.md."""
     gamma: Annotated[
         float, share("a discount outside (0, 1] diverges or erases the reward", "Use 1.0 unless you mean to discount")
     ] = 1.0
@@ -393,7 +391,7 @@ class KlConfig(Section, prefix="algo.kl."):
     """The KL to a reference."""
 
     init_coef: Annotated[float | None, at_least(0, "it would push the policy away from its reference")] = None
-    """Coefficient of the KL; 0: no reference is loaded. Unset: 0, for on_policy_distill 1."""
+    """Coefficient of the KL; 0: no reference is loaded. Unset: the estimator's own."""
     estimator: Literal["k1", "k2", "k3"] = "k1"
     """With d = log policy - log reference: k1 d; k2 d²/2; k3 exp(-d) - 1 + d."""
     use_loss: bool = False
@@ -421,23 +419,6 @@ class AlgoConfig(Section, prefix="algo."):
     """LOW HIGH; a group is kept when LOW < its mean score < HIGH."""
     loss: str | None = None
     """FILE.py:function, a policy loss that you wrote. Unset: `actor.loss_mode`."""
-
-    @property
-    def kl_coef(self) -> float:
-        """The coefficient of the KL before anything adapts it."""
-        if self.kl.init_coef is not None:
-            return self.kl.init_coef
-        if self.advantage.estimator == "on_policy_distill":
-            return 1.0
-        return 0.0
-
-    @property
-    def kl_in_reward(self) -> bool:
-        return self.kl_coef > 0 and not self.kl.use_loss
-
-    @property
-    def reads_reference_model(self) -> bool:
-        return self.kl_coef > 0 and self.kl.ref == "model"
 
 
 @dataclass(frozen=True)

@@ -99,8 +99,8 @@ async def learn(run: Run) -> None:
         # reward → advantage
         rollouts = [group.rollouts for group in groups]
         samples = [group.samples for group in groups]
-        rewards = shaped_rewards(rollouts, config.reward, config.data.max_len)
-        group_advantages = advantages(rollouts, rewards, run.spec.estimator)
+        rewards = shaped_rewards(rollouts, run.spec.shaping)
+        group_advantages = advantages(rollouts, rewards, run.spec.algorithm.estimator)
 
         # advantage → batch: values and reference log-probs only if the advantages need them
         layout = batch_layout(config)

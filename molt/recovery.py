@@ -119,7 +119,7 @@ async def restart(run: Run) -> None:
     run.checkpoints.forget()
     run.step = 0
     run.lineage = NO_ROLLBACK.rolled_back(0, run.published)
-    run.kl_coef = run.config.algo.kl_coef
+    run.kl_coef = run.spec.algorithm.kl_coef
     run.trips.clear()
     run.evaluator.restart()
     run.producer.restart()

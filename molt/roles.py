@@ -1,18 +1,11 @@
-"""Which models a run has, and how many ranks each gets: the settings and the estimator's table row together."""
+"""Which models a run has, and how many ranks each gets: the settings and the rows of its algorithm together."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
+from molt.algorithm import Algorithm
 from molt.config import RLConfig
 from molt.errors import ResourceError
-
-
-class Estimator(Protocol):
-    """What decides which models there are: `algo.advantage.Estimator` explains it."""
-
-    @property
-    def needs(self) -> tuple[str, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -27,23 +20,19 @@ class Role:
     """None: for the policy what the others leave free, else 1."""
 
 
-def roles(config: RLConfig, estimator: Estimator) -> list[Role]:
-    """The policy, and the reference and critic if the advantages need them."""
+def roles(config: RLConfig, algorithm: Algorithm) -> list[Role]:
+    """The policy, and the reference and critic if the algorithm needs them."""
     actor = config.actor
     found = [Role("policy", actor.model_name_or_path, actor.num_nodes, actor.num_gpus_per_node)]
-    if config.algo.reads_reference_model:
+    if algorithm.reads_reference_model:
         ref = config.ref
         model = ref.model_name_or_path or actor.model_name_or_path
         found.append(Role("reference", model, ref.num_nodes, ref.num_gpus_per_node))
-    if needs_critic(estimator):
+    if algorithm.needs_critic:
         critic = config.critic
         model = critic.model_name_or_path or actor.model_name_or_path
         found.append(Role("critic", model, critic.num_nodes, critic.num_gpus_per_node))
     return found
-
-
-def needs_critic(estimator: Estimator) -> bool:
-    return "values" in estimator.needs
 
 
 def assign_ranks(roles: Sequence[Role], *, gpus: int, engine_gpus: int, colocated: bool) -> dict[str, int]:

@@ -1,9 +1,9 @@
 """Rules across the settings of RL: one small function each, `(config) -> message or None`.
 
 A decorator registers a function: `@rule` for what is wrong, `@warning` for what is allowed but probably not meant. It
-names the commands that keep the rule. An *algorithm rule* also gets the rows of the estimator and the loss: what they
-read decides, not their names, so that it holds for a user's estimator or loss as well. `READ_ONLY_WHEN` is a table of
-the settings that only a mode reads.
+names the commands that keep the rule. An *algorithm rule* also gets the rows of the estimator and the loss: what a row
+says decides, not its name, so that it holds for a user's estimator or loss as well. `READ_ONLY_WHEN` is a table of the
+settings that only a mode reads.
 
 Ranges of a single setting are checked beside it in `config.py`; what needs files, models or the machine
 is in `cli/check.py`.
@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, Literal, Protocol, TypeVar
 
+from molt.algo.advantage import ADVANTAGES
+from molt.algo.loss import LOSSES
+from molt.algorithm import Algorithm
 from molt.config import ActorConfig, CkptConfig, RLConfig, comma_list
 from molt.setting import name_of, names, single_settings, value_of
 
@@ -24,33 +27,11 @@ Message = str | None
 EVALUATED = re.compile(r"eval/.+/(pass\d+|pass1_low|pass1_high|response_length|truncated)")
 """What an evaluation measures."""
 
-
-class EstimatorFacts(Protocol):
-    """What a rule may ask of an estimator: `Estimator` of `algo/advantage.py` explains each."""
-
-    @property
-    def level(self) -> Literal["group", "token"]: ...
-    @property
-    def needs(self) -> tuple[str, ...]: ...
-    @property
-    def baseline(self) -> Literal["group", "batch", "none"]: ...
-
-
-class LossFacts(Protocol):
-    """What a rule may ask of a policy loss: `PolicyLoss` of `algo/loss.py` explains each."""
-
-    @property
-    def bounds(self) -> Literal["token_ratio", "sample_ratio", "weight"] | None: ...
-    @property
-    def allows_dual_clip(self) -> bool: ...
-
-
-@dataclass(frozen=True)
-class Algorithm:
-    """The table rows that the settings name."""
-
-    estimator: EstimatorFacts
-    loss: LossFacts
+# The rows that a message can recommend.
+WITH_CRITIC = [name for name, row in ADVANTAGES.items() if "values" in row.needs]
+BY_TOKEN = [name for name, row in ADVANTAGES.items() if row.level == "token"]
+WITHOUT_BASELINE = [name for name, row in ADVANTAGES.items() if row.baseline == "none"]
+WITH_DUAL_CLIP = [name for name, row in LOSSES.items() if row.reads_dual_clip]
 
 
 class EvalSection(Protocol):
@@ -219,12 +200,12 @@ def interrupts_requests(c: RLConfig, _: Algorithm | None) -> bool:
     return c.train.partial_rollout_enable
 
 
-def reads_reference(c: RLConfig, _: Algorithm | None) -> bool:
-    return c.algo.reads_reference_model
+def reads_reference(_: RLConfig, algorithm: Algorithm | None) -> bool:
+    return algorithm is None or algorithm.reads_reference_model
 
 
-def has_kl(c: RLConfig, _: Algorithm | None) -> bool:
-    return c.algo.kl_coef > 0
+def has_kl(_: RLConfig, algorithm: Algorithm | None) -> bool:
+    return algorithm is None or algorithm.kl_coef > 0
 
 
 def punishes_length(c: RLConfig, _: Algorithm | None) -> bool:
@@ -236,15 +217,15 @@ def has_token_budget(c: RLConfig, _: Algorithm | None) -> bool:
 
 
 def has_critic(_: RLConfig, algorithm: Algorithm | None) -> bool:
-    return algorithm is None or "values" in algorithm.estimator.needs
+    return algorithm is None or algorithm.needs_critic
 
 
 def discounts_by_token(_: RLConfig, algorithm: Algorithm | None) -> bool:
     return algorithm is None or algorithm.estimator.level == "token"
 
 
-def allows_dual_clip(_: RLConfig, algorithm: Algorithm | None) -> bool:
-    return algorithm is None or algorithm.loss.allows_dual_clip
+def reads_dual_clip(_: RLConfig, algorithm: Algorithm | None) -> bool:
+    return algorithm is None or algorithm.loss.reads_dual_clip
 
 
 READ_ONLY_WHEN: list[ReadOnlyWhen] = [
@@ -267,10 +248,10 @@ READ_ONLY_WHEN: list[ReadOnlyWhen] = [
     ),
     ReadOnlyWhen(
         settings=(RL.actor.dual_clip,),
-        is_read=allows_dual_clip,
+        is_read=reads_dual_clip,
         mode_settings=(RL.actor.loss_mode,),
-        consequence="only ppo has that bound",
-        turn_on="Use --actor.loss_mode ppo",
+        consequence=f"only {', '.join(WITH_DUAL_CLIP)} has that bound",
+        turn_on=f"Use --actor.loss_mode {WITH_DUAL_CLIP[0]}",
         is_error=True,
     ),
     ReadOnlyWhen(
@@ -278,7 +259,7 @@ READ_ONLY_WHEN: list[ReadOnlyWhen] = [
         is_read=has_critic,
         mode_settings=(RL.algo.advantage.estimator,),
         consequence="there is no critic, so these steps would train nothing",
-        turn_on="Use --algo.advantage.estimator gae",
+        turn_on=f"Use --algo.advantage.estimator {WITH_CRITIC[0]}",
         is_error=True,
     ),
     ReadOnlyWhen(
@@ -286,21 +267,21 @@ READ_ONLY_WHEN: list[ReadOnlyWhen] = [
         is_read=has_critic,
         mode_settings=(RL.algo.advantage.estimator,),
         consequence="no critic is built",
-        turn_on="Use --algo.advantage.estimator gae",
+        turn_on=f"Use --algo.advantage.estimator {WITH_CRITIC[0]}",
     ),
     ReadOnlyWhen(
         settings=(RL.algo.advantage.gamma,),
         is_read=discounts_by_token,
         mode_settings=(RL.algo.advantage.estimator,),
         consequence="this estimator has no such discount, so it is not read",
-        turn_on="Use --algo.advantage.estimator reinforce",
+        turn_on=f"Use --algo.advantage.estimator {BY_TOKEN[0]}",
     ),
     ReadOnlyWhen(
         settings=(RL.algo.advantage.lam,),
         is_read=has_critic,
         mode_settings=(RL.algo.advantage.estimator,),
         consequence="this estimator has no such discount, so it is not read",
-        turn_on="Use --algo.advantage.estimator gae",
+        turn_on=f"Use --algo.advantage.estimator {WITH_CRITIC[0]}",
     ),
     ReadOnlyWhen(
         settings=(RL.data.chat_template,),
@@ -470,7 +451,7 @@ def baseline_needs_a_group(c: RLConfig, algorithm: Algorithm) -> Message:
         c,
         [RL.rollout.n_samples_per_prompt, RL.algo.advantage.estimator],
         "a single rollout has no baseline, so every advantage would be 0",
-        "Use --rollout.n_samples_per_prompt 8, or --algo.advantage.estimator reinforce",
+        f"Use --rollout.n_samples_per_prompt 8, or --algo.advantage.estimator {WITHOUT_BASELINE[0]}",
     )
 
 
@@ -527,19 +508,19 @@ def on_policy_is_one_epoch(c: RLConfig) -> Message:
 
 @algorithm_rule
 def kl_reaches_the_advantage(c: RLConfig, algorithm: Algorithm) -> Message:
-    if not c.algo.kl_in_reward or algorithm.estimator.level != "group":
+    if not algorithm.kl_in_reward or algorithm.estimator.level != "group":
         return None
     return message(
         c,
         [RL.algo.kl.init_coef, RL.algo.advantage.estimator, RL.algo.kl.use_loss],
         "the KL of a token is no reward of its rollout, so this estimator would never read it",
-        "Use --algo.kl.use_loss --algo.kl.estimator k3, or --algo.advantage.estimator reinforce",
+        f"Use --algo.kl.use_loss --algo.kl.estimator k3, or --algo.advantage.estimator {BY_TOKEN[0]}",
     )
 
 
 @algorithm_rule
 def reference_reaches_the_advantage(c: RLConfig, algorithm: Algorithm) -> Message:
-    if "ref_logprobs" not in algorithm.estimator.needs or c.algo.kl_in_reward:
+    if "ref_logprobs" not in algorithm.estimator.needs or algorithm.kl_in_reward:
         return None
     return message(
         c,
@@ -583,12 +564,12 @@ def kl_loss_has_a_gradient(c: RLConfig) -> Message:
     )
 
 
-@rule("rl")
-def coefficient_can_adapt(c: RLConfig) -> Message:
+@algorithm_rule
+def coefficient_can_adapt(c: RLConfig, algorithm: Algorithm) -> Message:
     kl = c.algo.kl
     if kl.target is None:
         return None
-    if c.algo.kl_coef == 0:
+    if algorithm.kl_coef == 0:
         return message(
             c,
             [RL.algo.kl.target, RL.algo.kl.init_coef],
@@ -612,9 +593,9 @@ def coefficient_can_adapt(c: RLConfig) -> Message:
     return None
 
 
-@warning("rl")
-def warn_reward_kl(c: RLConfig) -> Message:
-    if not c.algo.kl_in_reward or c.algo.kl.estimator == "k1":
+@algorithm_warning
+def warn_reward_kl(c: RLConfig, algorithm: Algorithm) -> Message:
+    if not algorithm.kl_in_reward or c.algo.kl.estimator == "k1":
         return None
     return message(
         c,
@@ -629,26 +610,32 @@ def warn_reward_kl(c: RLConfig) -> Message:
 
 @algorithm_rule
 def ceiling_keeps_fresh_tokens(c: RLConfig, algorithm: Algorithm) -> Message:
-    if algorithm.loss.bounds != "weight" or c.actor.eps_clip_low_high[1] >= 1:
+    _, high = algorithm.low_high
+    if algorithm.loss.bounds != "weight" or high >= 1:
         return None
     return message(
         c,
         [RL.actor.eps_clip_low_high, RL.actor.loss_mode],
         "its high is the ceiling of the ratio itself, and below 1 it would shrink even fresh tokens",
-        "Use --actor.eps_clip_low_high 0.2 5",
+        _own_bounds(algorithm),
     )
 
 
 @algorithm_warning
 def warn_sample_ratio_never_clips(c: RLConfig, algorithm: Algorithm) -> Message:
-    if algorithm.loss.bounds != "sample_ratio" or max(c.actor.eps_clip_low_high) <= 0.05:
+    if algorithm.loss.bounds != "sample_ratio" or max(algorithm.low_high) <= 0.05:
         return None
     return message(
         c,
         [RL.actor.eps_clip_low_high, RL.actor.loss_mode],
         "the mean over a sample hardly leaves 1, so nothing would be clipped",
-        "Use --actor.eps_clip_low_high 3e-4 4e-4",
+        _own_bounds(algorithm),
     )
+
+
+def _own_bounds(algorithm: Algorithm) -> str:
+    low, high = algorithm.loss.low_high
+    return f"Use --actor.eps_clip_low_high {low:g} {high:g}, or leave it out"
 
 
 @rule("rl")
@@ -724,8 +711,8 @@ def whole_samples_are_masked(c: RLConfig) -> Message:
     )
 
 
-@rule("rl")
-def ratios_need_the_whole_distribution(c: RLConfig) -> Message:
+@algorithm_rule
+def ratios_need_the_whole_distribution(c: RLConfig, algorithm: Algorithm) -> Message:
     sampling: list[object] = []
     if c.rollout.top_p < 1:
         sampling.append(RL.rollout.top_p)
@@ -734,7 +721,7 @@ def ratios_need_the_whole_distribution(c: RLConfig) -> Message:
 
     readers: list[object] = []
     without_readers: list[str] = []
-    if c.algo.kl_coef > 0 and c.algo.kl.ref == "rollout":
+    if algorithm.kl_coef > 0 and c.algo.kl.ref == "rollout":
         readers.append(RL.algo.kl.ref)
         without_readers.append("--algo.kl.ref model")
     if c.algo.advantage.is_correction_level != "off":

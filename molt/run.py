@@ -200,7 +200,7 @@ async def _wire(spec: RunSpec, processes: Cluster, shutdown: Shutdown, log: RunL
         shutdown=shutdown,
         log=log,
         published=log.published,
-        kl_coef=config.algo.kl_coef,
+        kl_coef=spec.algorithm.kl_coef,
     )
 
 

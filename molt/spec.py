@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from molt.algo.advantage import Estimator
-from molt.algo.plugin import load_estimator
+from molt.algo.shaping import Shaping
+from molt.algorithm import Algorithm, load_algorithm, reward_shaping
 from molt.config import RLConfig
 from molt.data.mixture import EpochOrder
 from molt.data.prompts import PromptDataset, PromptStream
@@ -54,7 +54,7 @@ class RunSpec:
     """One run of asynchronous RL."""
 
     config: RLConfig
-    estimator: Estimator
+    algorithm: Algorithm
     processes: ProcessSpec
     stream: PromptStream
     held_out: HeldOut
@@ -64,6 +64,10 @@ class RunSpec:
     @property
     def total_batches(self) -> int:
         return self.processes.total_batches
+
+    @property
+    def shaping(self) -> Shaping:
+        return reward_shaping(self.config.reward, self.config.data.max_len)
 
     @property
     def checkpoint_identity(self) -> Json:
@@ -82,14 +86,14 @@ class EvaluationSpec:
 
 def resolve(config: RLConfig) -> RunSpec:
     """Raises a `MoltError` for what could not run: datasets, counts of steps, directories of another run."""
-    estimator = load_estimator(config.algo.advantage.estimator)
+    algorithm = load_algorithm(config.algo, config.actor)
     stream = prompt_stream(config)
     identity = run_identity(config, stream)
     total_batches = _total_batches(config, stream, identity)
     spec = RunSpec(
         config=config,
-        estimator=estimator,
-        processes=process_spec(config, roles(config, estimator), total_batches),
+        algorithm=algorithm,
+        processes=process_spec(config, roles(config, algorithm), total_batches),
         stream=stream,
         held_out=held_out_prompts(config),
         identity=identity,

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from molt.algo.kl import adapt
-from molt.algo.plugin import load_estimator
+from molt.algorithm import load_algorithm
 from molt.cli.args import parse
 from molt.config import RLConfig
 from molt.errors import CheckpointError, ConfigError, ResourceError
@@ -164,7 +164,7 @@ def config(*flags):
 
 
 def ranks(config, gpus):
-    needed = roles(config, load_estimator(config.algo.advantage.estimator))
+    needed = roles(config, load_algorithm(config.algo, config.actor))
     engine_gpus = config.vllm.num_engines * config.vllm.tensor_parallel_size
     return assign_ranks(needed, gpus=gpus, engine_gpus=engine_gpus, colocated=config.train.colocate_fsdp_models)
 

@@ -1,13 +1,14 @@
 """The documents say what is: paths, flags, metrics, test files, links and code examples in them are real."""
 
 import ast
+import dataclasses
 import re
 from pathlib import Path
 
 import pytest
 
 from molt.agents.load import load_runner
-from molt.algo import advantage
+from molt.algo import advantage, loss
 from molt.cli.args import flags
 from molt.config import RLConfig
 from molt.config_sft import SftConfig
@@ -152,6 +153,7 @@ def test_every_metric_that_a_page_names_is_documented(page):
             assert any(re.fullmatch(pattern, text) for pattern in patterns), text
 
 
+EXTENDING = blocks(ROOT / "docs" / "extending.md", "python")
 AGENT_EXAMPLES = [
     pytest.param(block, id=f"{name_of(page)}-{i}")
     for page in (ROOT / "README.md", *DOCS)
@@ -168,19 +170,49 @@ def test_agents_in_the_documents_can_be_loaded(source, tmp_path):
 
 def test_the_plug_ins_in_the_documents_are_the_examples():
     written = "".join(path.read_text() for path in EXAMPLES if path.parent.name == "algorithms")
-    python = blocks(ROOT / "docs" / "extending.md", "python")
-    shown = [block for block in python if "ADVANTAGES" not in block and "Column" not in block]
+    others = ("ADVANTAGES", "LOSSES", "Column")
+    shown = [block for block in EXTENDING if not any(name in block for name in others)]
     assert len(shown) == 2 and all(block.strip() in written for block in shown)
     assert all(len(block.splitlines()) <= 15 for block in shown)
 
 
 def test_the_estimator_in_the_documents_runs():
-    (source,) = (block for block in blocks(ROOT / "docs" / "extending.md", "python") if "ADVANTAGES" in block)
+    (source,) = (block for block in EXTENDING if "ADVANTAGES" in block)
     names = {**vars(advantage), "ADVANTAGES": dict(advantage.ADVANTAGES)}
     exec(source, names)
     torch = names["torch"]
     rewards, groups = torch.tensor([1.0, 0.25, 0.0, 0.5], dtype=torch.float64), torch.tensor([7, 7, 3, 3])
     assert names["ADVANTAGES"]["best_of_group"].fn(rewards, groups).tolist() == [0.0, -0.75, -0.5, 0.0]
+
+
+def test_the_loss_in_the_documents_runs():
+    (source,) = (block for block in EXTENDING if "LOSSES" in block)
+    names = {**vars(loss), "LOSSES": dict(loss.LOSSES)}
+    exec(source, names)
+    row, torch = names["LOSSES"]["truncated"], names["torch"]
+    low, high = row.low_high
+    logprobs = torch.tensor([[3.0, 0.5]]).log()
+    old, mask = torch.zeros(1, 2), torch.ones(1, 2).bool()
+    found, clipped = row.fn(logprobs, old, torch.full((1, 2), 5.0), mask, mask.long(), low=low, high=high)
+    assert found.tolist() == [pytest.approx([-10.0, -2.5])]  # -min(3, 2) * 5 and -0.5 * 5
+    assert clipped.tolist() == [[True, False]]
+
+
+@pytest.mark.parametrize("row", [advantage.Estimator, loss.PolicyLoss])
+def test_every_field_of_a_row_is_documented(row):
+    text = (ROOT / "docs" / "extending.md").read_text()
+    (_, table) = text.split(f"| field of `{row.__name__}` |")
+    cells = re.findall(r"^\| (`[^|]+`) \|", table.split("\n\n")[0], re.M)
+    documented = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+    assert documented == {field.name for field in dataclasses.fields(row)}
+
+
+def test_losses_in_the_documents_are_those_of_the_code():
+    text = (ROOT / "docs" / "losses.md").read_text()
+    table = re.findall(r"^\| `(\w+)`[^|]*\| [^|]+ \| ([\d.]+) ([\d.]+) \| [^|]*arXiv", text, re.M)
+    assert {(name, (float(low), float(high))) for name, low, high in table} == {
+        (name, row.low_high) for name, row in loss.LOSSES.items()
+    }
 
 
 def test_estimators_in_the_documents_are_those_of_the_code():

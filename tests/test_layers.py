@@ -19,8 +19,6 @@ LAYERS = [
         "columns",
         "config",
         "config_sft",
-        "rules",
-        "rules_sft",
         "setting",
         "errors",
         "user_module",
@@ -31,7 +29,7 @@ LAYERS = [
         "checkpoint_files",
     },
     {"algo", "batch"},
-    {"roles"},
+    {"algorithm", "rules", "rules_sft", "roles"},
     {"agents", "chat", "data", "models", "parallel", "publish", "report"},
     {"rollout", "train"},
     {"cli", "loop", "recovery", "run", "spec", "worker_settings", "cluster", "records", "driver", "guard", "__main__"},
@@ -82,6 +80,12 @@ def _code(path: Path) -> str:
     return ast.unparse(tree)
 
 
+def _foreign(module: str) -> set[str]:
+    """The packages that it imports beside molt and the standard library."""
+    roots = {name.split(".")[0] for name in _imports(module)}
+    return roots - sys.stdlib_module_names - {"molt"}
+
+
 def _relative(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
@@ -114,10 +118,15 @@ def test_ray_is_imported_only_where_processes_are_made(module):
 
 @pytest.mark.parametrize("module", [name for name in INNER if LEVEL.get(_part(name)) == 1])
 def test_pure_layer_imports_torch_and_numpy_only(module):
-    roots = {name.split(".")[0] for name in _imports(module)}
-    foreign = roots - sys.stdlib_module_names - {"torch", "numpy", "molt"}
+    foreign = _foreign(module) - {"torch", "numpy"}
     assert not foreign, f"{module} imports {sorted(foreign)}: algo and batch are pure"
     assert "torch.distributed" not in _code(INNER[module]), f"{module} names torch.distributed: algo and batch are pure"
+
+
+@pytest.mark.parametrize("module", [name for name in INNER if LEVEL.get(_part(name)) == 2])
+def test_the_layer_of_tables_and_settings_imports_nothing_but_molt(module):
+    foreign = _foreign(module)
+    assert not foreign, f"{module} imports {sorted(foreign)}: it says what tables and settings say together"
 
 
 @pytest.mark.parametrize("module", INNER)

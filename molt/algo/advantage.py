@@ -13,6 +13,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+Need = Literal["ref_logprobs", "values", "teacher"]
+"""What an estimator may need: log-probs of a reference, values of a critic, a reference that is another model."""
+
 
 @dataclass(frozen=True)
 class Estimator:
@@ -26,10 +29,12 @@ class Estimator:
     fn: Callable[..., Tensor]
     formula: str
     """For the header of a run."""
-    needs: tuple[str, ...] = ()
-    """What must be there for it: `ref_logprobs`, `values`, and `teacher` (a reference that is another model)."""
+    needs: tuple[Need, ...] = ()
+    """What must be there for it."""
     baseline: Literal["group", "batch", "none"] = "none"
     """Which rollouts a reward is compared with. One rollout alone in its group (batch) has an advantage of 0."""
+    kl_coef: float = 0.0
+    """Its own coefficient of the KL, where `algo.kl.init_coef` is not set."""
 
     @property
     def symbols(self) -> frozenset[str]:
@@ -239,6 +244,7 @@ ADVANTAGES: dict[str, Estimator] = {
         fn=on_policy_distill,
         formula="-beta (old - teacher)",
         needs=("ref_logprobs", "teacher"),
+        kl_coef=1.0,
     ),
 }
 

@@ -24,13 +24,15 @@ class PolicyLoss:
     """`fn(logprobs, old_logprobs, advantages, mask, segments, *, low, high, dual_clip=None)`."""
     formula: str
     """For the header of a run: `str.format` text with the scalars of `fn`."""
-    where: tuple[str, str] | None = None
-    """A symbol of the formula and its definition."""
-    bounds: Literal["token_ratio", "sample_ratio", "weight"] | None = None
-    """What `low` and `high` bound: the ratio of a token, the mean ratio of a sample, or, with `high`, the weight of a
-    token. None: a user's loss decides."""
-    allows_dual_clip: bool = True
+    low_high: tuple[float, float] = (0.2, 0.2)
+    """Its own `low` and `high`, where `actor.eps_clip_low_high` is not set."""
+    bounds: Literal["token_ratio", "token_log_ratio", "sample_ratio", "weight"] | None = None
+    """What `low` and `high` bound: the ratio of a token or its logarithm, the mean ratio of a sample, or, with `high`,
+    the weight of a token. None: the loss alone knows."""
+    reads_dual_clip: bool = False
     """Whether `actor.dual_clip` may be set."""
+    where: tuple[str, str] | None = None
+    """A symbol of the formula and its definition, which is `str.format` text too."""
 
 
 def ppo(
@@ -108,6 +110,37 @@ def cispo(
     return loss, clipped
 
 
+def gmpo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    segments: Tensor,
+    *,
+    low: float,
+    high: float,
+    dual_clip: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`-s A` with one ratio per sample, `s = exp(mean over its trained tokens of l_t)`.
+
+    `l_t = min(log r, high)` where A > 0 and `max(log r, -low)` where A < 0, with `log r = logprobs - old_logprobs`: the
+    bounds are of the logarithm, each on one side. The gradient goes through each token as in `gspo`; where `clipped`,
+    it is 0. `dual_clip` is unused. With one advantage per sample and the weights of seq-mean-token-mean it is the
+    objective of the paper. Raises `TrainingError` on a NaN.
+    Source: GMPO, arXiv 2507.20673.
+    """
+    refuse_nan(advantages=advantages)
+    log_r = log_ratio(logprobs=logprobs, old_logprobs=old_logprobs.detach())
+    bounded = torch.where(advantages > 0, log_r.clamp(max=high), log_r)
+    bounded = torch.where(advantages < 0, log_r.clamp(min=-low), bounded)
+
+    detached = bounded.detach()
+    log_s = mean_of_sample(detached, mask, segments)
+    zero_with_gradient = bounded - detached
+    ratio = (zero_with_gradient + log_s.to(detached.dtype)).exp()
+    return -ratio * advantages, bounded != log_r
+
+
 def _clipped(
     ratio: Tensor,
     advantages: Tensor,
@@ -132,18 +165,26 @@ LOSSES: dict[str, PolicyLoss] = {
         fn=ppo,
         formula="-min(r A, clip(r, 1 - {low:g}, 1 + {high:g}) A)",
         bounds="token_ratio",
+        reads_dual_clip=True,
     ),
     "gspo": PolicyLoss(
         fn=gspo,
         formula="-min(s A, clip(s, 1 - {low:g}, 1 + {high:g}) A)",
-        where=("s", "exp(mean of log r over the sample)"),
+        low_high=(3e-4, 4e-4),
         bounds="sample_ratio",
-        allows_dual_clip=False,
+        where=("s", "exp(mean of log r over the sample)"),
     ),
     "cispo": PolicyLoss(
         fn=cispo,
         formula="-sg(min(r, {high:g})) A logprob",
+        low_high=(0.2, 5.0),
         bounds="weight",
-        allows_dual_clip=False,
+    ),
+    "gmpo": PolicyLoss(
+        fn=gmpo,
+        formula="-s A",
+        low_high=(0.4, 0.4),
+        bounds="token_log_ratio",
+        where=("s", "exp(mean of min(log r, {high:g}) if A > 0, max(log r, -{low:g}) if A < 0, over the sample)"),
     ),
 }

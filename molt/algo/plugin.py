@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from molt.algo.advantage import ADVANTAGES, Estimator, GroupContext
+from molt.algo.advantage import ADVANTAGES, Estimator, GroupContext, Need
 from molt.algo.loss import LOSSES, PolicyLoss
 from molt.errors import ConfigError, did_you_mean
 from molt.user_module import load_module
 
-NEEDS = ("ref_logprobs", "values")
+NEEDS: tuple[Need, ...] = ("ref_logprobs", "values")
 """A token estimator of the user's may name these in `needs`."""
 GROUP = "def f(rewards, groups, ctx)"
 TOKEN = "def f(reward, mask, *, kl, values, gamma, lam)"
-LOSS = "def f(logprobs, old_logprobs, advantages, mask, *, low, high, dual_clip)"
+LOSS = "def f(logprobs, old_logprobs, advantages, mask, *, segments, low, high, dual_clip)"
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def _token_estimator(user: UserFunction) -> Estimator:
     )
 
 
-def _needs(user: UserFunction, *, level: str, known: tuple[str, ...]) -> tuple[str, ...]:
+def _needs(user: UserFunction, *, level: str, known: tuple[Need, ...]) -> tuple[Need, ...]:
     needs = getattr(user.function, "needs", ())
     if not isinstance(needs, tuple | list) or not set(needs) <= set(known):
         raise user.error(f"needs {needs!r}", f"A {level} estimator may have `needs` out of {known}")
@@ -151,7 +151,8 @@ def load_loss(name: str) -> PolicyLoss:
     """A row of `LOSSES`, or `FILE.py:function` like `LOSS`. Raises `ConfigError` with the problem and the fix.
 
     The function returns the loss of every token, of the shape [B, T] of `logprobs` and with a gradient to them. It may
-    have the attribute `formula` (a text for the header). None of its tokens counts as clipped.
+    leave out `segments`, and have the attribute `formula` (a text for the header). None of its tokens counts as
+    clipped.
     """
     if name in LOSSES:
         return LOSSES[name]
@@ -161,6 +162,7 @@ def load_loss(name: str) -> PolicyLoss:
 @cache
 def _user_loss(name: str) -> PolicyLoss:
     user = _load("algo.loss", name, LOSSES)
+    takes_segments = _takes_segments(user)
 
     def fn(
         logprobs: Tensor,
@@ -173,6 +175,7 @@ def _user_loss(name: str) -> PolicyLoss:
         high: float,
         dual_clip: float | None = None,
     ) -> tuple[Tensor, Tensor]:
+        optional = {"segments": segments} if takes_segments else {}
         loss = user.call(
             logprobs.shape,
             logprobs,
@@ -182,6 +185,7 @@ def _user_loss(name: str) -> PolicyLoss:
             low=low,
             high=high,
             dual_clip=dual_clip,
+            **optional,
         )
         nothing_clipped = torch.zeros_like(mask)
         return loss, nothing_clipped
@@ -189,11 +193,22 @@ def _user_loss(name: str) -> PolicyLoss:
     _try_loss(user, fn)
     # The header formats it with the bounds: braces of the user's are text.
     formula = user.formula.replace("{", "{{").replace("}", "}}")
-    return PolicyLoss(fn, formula)
+    return PolicyLoss(fn, formula, reads_dual_clip=True)
+
+
+def _takes_segments(user: UserFunction) -> bool:
+    """Whether the function takes `segments`. Raises `ConfigError` if it does not take the other arguments."""
+    some = torch.zeros(1, 1)
+    scalars = {"low": 0.2, "high": 0.2, "dual_clip": None}
+    if user.takes(some, some, some, some, segments=some, **scalars):
+        return True
+    if user.takes(some, some, some, some, **scalars):
+        return False
+    raise user.error("takes other arguments than it would get", f"Write `{LOSS}`; `**_` will do for the keywords")
 
 
 def _try_loss(user: UserFunction, fn: Callable[..., tuple[Tensor, Tensor]]) -> None:
-    """Raise `ConfigError` unless the function takes these arguments and gives logprobs a gradient."""
+    """Raise `ConfigError` unless the function gives logprobs a gradient."""
     logprobs = torch.tensor(
         [[-0.5, -1.0, 0.0, -2.0], [-0.1, -3.0, -1.5, 0.0]],
         requires_grad=True,
@@ -202,11 +217,7 @@ def _try_loss(user: UserFunction, fn: Callable[..., tuple[Tensor, Tensor]]) -> N
     advantages = torch.tensor([[1.0, 1.0, 0.0, 1.0], [-0.5, -0.5, -0.5, 0.0]])
     mask = advantages != 0
     segments = torch.tensor([[0, 0, 0, 0], [1, 1, 1, 1]])
-    scalars = {"low": 0.2, "high": 0.2, "dual_clip": None}
-    if not user.takes(logprobs, old_logprobs, advantages, mask, **scalars):
-        raise user.error("takes other arguments than it would get", f"Write `{LOSS}`; `**_` will do for the last three")
-
-    loss, _ = fn(logprobs, old_logprobs, advantages, mask, segments, **scalars)
+    loss, _ = fn(logprobs, old_logprobs, advantages, mask, segments, low=0.2, high=0.2)
     size = _gradient_size(loss, logprobs)
     if not 0 < size < inf:
         raise user.error(f"gives logprobs a gradient of size {size}", "Use them without detach() and without 0 / 0")
@@ -230,13 +241,21 @@ def absolute(name: str) -> str:
     return f"{Path(path).resolve()}:{function}"
 
 
+def unknown_row(flag: str, name: str, known: Iterable[str], own: str = "") -> ConfigError:
+    """No row has this name. own: what a user may write in place of one."""
+    known = list(known)
+    fix = f"Use one of: {', '.join(known)}"
+    if own:
+        fix += f", or your own as {own}"
+    return ConfigError(
+        f"`{flag}` (={name}) is none of molt's, so nothing was started.{did_you_mean(name, known)} {fix}."
+    )
+
+
 def _load(flag: str, name: str, known: Iterable[str]) -> UserFunction:
     path, _, function = name.rpartition(":")
     if not path:
-        raise ConfigError(
-            f"`{flag}` (={name}) is none of molt's, so nothing was started.{did_you_mean(name, known)} "
-            f"Use one of: {', '.join(known)}, or your own as FILE.py:function."
-        )
+        raise unknown_row(flag, name, known, "FILE.py:function")
 
     module = load_module(path, flag)
     functions = {key: value for key, value in vars(module).items() if callable(value)}

@@ -12,9 +12,8 @@ import torch
 
 from molt.algo.advantage import Estimator, GroupContext
 from molt.algo.reduce import token_weights
-from molt.algo.shaping import shape_reward
+from molt.algo.shaping import Shaping, shape_reward
 from molt.batch.partition import micro_batches, partition
-from molt.config import RewardConfig
 from molt.types import InfraFailure, RolloutInfo, SampleInfo
 
 Groups = Sequence[Sequence[RolloutInfo]]
@@ -49,26 +48,17 @@ RankPlan = list[list[list[SampleTask]]]
 """Optimizer steps of micro-batches of samples; an empty micro-batch is a dummy."""
 
 
-def shaped_rewards(groups: Groups, config: RewardConfig, max_len: int) -> list[list[float]]:
+def shaped_rewards(groups: Groups, shaping: Shaping) -> list[list[float]]:
     """The reward of every rollout after `shape_reward`, by group."""
     rewards = []
     for rollouts in groups:
-        rewards.append([_shaped_reward(rollout, config, max_len) for rollout in rollouts])
+        rewards.append([_shaped_reward(rollout, shaping) for rollout in rollouts])
     return rewards
 
 
-def _shaped_reward(rollout: RolloutInfo, config: RewardConfig, max_len: int) -> float:
+def _shaped_reward(rollout: RolloutInfo, shaping: Shaping) -> float:
     longest_segment = max((sample.tokens for sample in rollout.samples), default=0)
-    return shape_reward(
-        rollout.reward,
-        peak=longest_segment,
-        truncated=rollout.truncated,
-        max_len=max_len,
-        clip_range=config.clip_range,
-        overlong_buffer_len=config.overlong_buffer_len,
-        overlong_penalty_factor=config.overlong_penalty_factor,
-        stop_properly_penalty_coef=config.stop_properly_penalty_coef,
-    )
+    return shape_reward(rollout.reward, shaping, peak=longest_segment, truncated=rollout.truncated)
 
 
 def advantages(groups: Groups, rewards: list[list[float]], estimator: Estimator) -> list[list[float | None]]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from molt.algo.plugin import load_estimator
+from molt.algorithm import load_algorithm
 from molt.cli.check import Dataset, Findings, first_held_out, first_prompts, nearest_existing, static_checks
 from molt.config import CkptConfig, RLConfig
 from molt.data.rows import Rows
@@ -53,12 +53,12 @@ def advise(config: RLConfig) -> Findings:
 
 
 def _models(config: RLConfig) -> list[Role]:
-    """The models of the run; none where the estimator cannot be loaded, which `static_checks` reports."""
+    """The models of the run; none where the algorithm cannot be loaded, which `static_checks` reports."""
     try:
-        estimator = load_estimator(config.algo.advantage.estimator)
+        algorithm = load_algorithm(config.algo, config.actor)
     except MoltError:
         return []
-    return roles(config, estimator)
+    return roles(config, algorithm)
 
 
 # Disk space.

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
+from molt.cli.row_names import help_from_tables, refuse_unknown_rows
 from molt.config_file import TOML_WORDS, load
 from molt.errors import ConfigError, LostError, MoltError, did_you_mean
 from molt.rare_gc import collect_rarely
@@ -56,13 +57,14 @@ def parse(config_class: type[Config], argv: list[str], *, prog: str, about: str 
     stdout.isatty = sys.stdout.isatty  # the help keeps its colours
     try:
         with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
-            return tyro.cli(
+            config = tyro.cli(
                 config_class,
                 prog=prog,
                 description=f"{about or config_class.__doc__}\n\n{CONFIG_HELP}",
                 args=flags_given,
                 default=default,
                 use_underscores=True,
+                registry=help_from_tables(),
             )
     except SystemExit as stop:
         # tyro boxes and wraps what a dataclass refuses; show our own message as it was written.
@@ -72,6 +74,8 @@ def parse(config_class: type[Config], argv: list[str], *, prog: str, about: str 
         print(_without_double_no(stdout.getvalue()), end="", flush=True)
         sys.stderr.write(stderr.getvalue())
         raise
+    refuse_unknown_rows(config)
+    return config
 
 
 def _take_config_file(argv: list[str], prog: str) -> tuple[Path | None, list[str]]:

@@ -19,6 +19,8 @@ from rich.text import Text
 from molt import rules
 from molt.agents.chat_runner import ChatAgentRunner
 from molt.agents.load import load_runner
+from molt.algo.plugin import load_estimator
+from molt.algorithm import Algorithm, policy_loss
 from molt.chat.chat_renderer import load_chat_renderer
 from molt.chat.render import Renderer, load_tokenizer
 from molt.chat.round_trip import check_round_trip
@@ -28,7 +30,7 @@ from molt.data.prompts import PromptDataset
 from molt.data.rows import DropReport, Rows, load_rows, require_column
 from molt.errors import CheckpointError, ConfigError, DataError, MoltError, UnusableRow, did_you_mean, plural
 from molt.roles import roles
-from molt.rules import RL, Algorithm
+from molt.rules import RL
 from molt.setting import name_of
 
 if TYPE_CHECKING:  # `molt check` imports them when it needs them
@@ -141,17 +143,14 @@ def add_rules(found: Findings, errors: Sequence[str], warnings: Sequence[str]) -
 
 
 def load_algorithm(found: Findings, config: RLConfig) -> Algorithm | None:
-    """The estimator and the loss that the settings name; None if there is no such estimator."""
-    from molt.algo.loss import LOSSES
-    from molt.algo.plugin import load_estimator, load_loss
-
-    loss = None
-    if config.algo.loss is not None and ":" in config.algo.loss:
-        loss = found.attempt(load_loss, config.algo.loss)
+    """The estimator and the loss that the settings name; None if one of them cannot be used."""
     estimator = found.attempt(load_estimator, config.algo.advantage.estimator)
-    if estimator is None:
+    loss = None
+    if rules.one_loss(config) is None:  # else that rule says what is wrong
+        loss = found.attempt(policy_loss, config.algo, config.actor)
+    if estimator is None or loss is None:
         return None
-    return Algorithm(estimator, loss or LOSSES[config.actor.loss_mode])
+    return Algorithm(estimator, loss, config.algo, config.actor)
 
 
 def check_device(found: Findings, fsdp: FsdpConfig) -> "torch.device | None":
@@ -313,7 +312,7 @@ def check_scoring_models(
         "reference": RL.ref.model_name_or_path,
         "critic": RL.critic.model_name_or_path,
     }
-    policy, *others = roles(config, algorithm.estimator)
+    policy, *others = roles(config, algorithm)
     actor = policy.model
     for role in others:
         setting = settings[role.name]

@@ -3,11 +3,10 @@
 import math
 
 from molt.algo import kl as kl_formulas
-from molt.algo.advantage import Estimator
 from molt.algo.importance import describe
-from molt.algo.plugin import load_estimator, load_loss
 from molt.algo.reduce import AGGREGATIONS
-from molt.config import RewardConfig, RLConfig, TrainConfig
+from molt.algorithm import Algorithm, load_algorithm, reward_shaping
+from molt.config import RLConfig, TrainConfig
 
 Definitions = dict[str, str]
 """A name and its formula or meaning, in the order in which they are shown."""
@@ -18,12 +17,12 @@ def header(config: RLConfig, total_steps: int) -> str:
 
     total_steps: training batches of the run. Raises `ConfigError` for an estimator or a loss that cannot be used.
     """
-    estimator = load_estimator(config.algo.advantage.estimator)
+    algorithm = load_algorithm(config.algo, config.actor)
     definitions = _batch(config)
-    definitions |= _advantage(config, estimator)
-    definitions |= _loss(config)
-    definitions |= _kl(config, estimator)
-    if "values" in estimator.needs:
+    definitions |= _advantage(config, algorithm)
+    definitions |= _loss(config, algorithm)
+    definitions |= _kl(config, algorithm)
+    if algorithm.needs_critic:
         definitions["critic"] = _critic(config)
 
     rollout = config.rollout
@@ -58,17 +57,18 @@ def _batch(config: RLConfig) -> Definitions:
     return {"batch": f"groups with {low:g} < mean(score) < {high:g}; the others are replaced"}
 
 
-def _advantage(config: RLConfig, estimator: Estimator) -> Definitions:
+def _advantage(config: RLConfig, algorithm: Algorithm) -> Definitions:
     """`A`, and the names in its formula that depend on the settings."""
     settings = config.algo.advantage
+    estimator = algorithm.estimator
     symbols = estimator.symbols
     definitions = {}
 
     is_users = ":" in settings.estimator  # a formula of the user's need not name R
     if is_users or "R" in symbols or "r_u" in symbols:
-        definitions["R"] = _shaped(config.reward, config.data.max_len)
+        definitions["R"] = reward_shaping(config.reward, config.data.max_len).formula
     if "r_u" in symbols:
-        definitions["r_u"] = _token_reward(config)
+        definitions["r_u"] = _token_reward(algorithm)
 
     text = estimator.formula
     if estimator.whiten and not settings.no_whiten:
@@ -82,54 +82,34 @@ def _advantage(config: RLConfig, estimator: Estimator) -> Definitions:
     return definitions
 
 
-def _token_reward(config: RLConfig) -> str:
+def _token_reward(algorithm: Algorithm) -> str:
     last = "R at the last generated token of a segment"
-    if config.algo.kl_in_reward:
+    if algorithm.kl_in_reward:
         return f"-beta KL_u, plus {last}"
     return f"{last}, else 0"
 
 
-def _shaped(reward: RewardConfig, max_len: int) -> str:
-    """The formula of `shape_reward` with these settings."""
-    text = "reward"
-    buffer = reward.overlong_buffer_len
-    if buffer is not None:
-        over = f"clip(longest segment - {max_len - buffer}, 0, {buffer}) / {buffer}"
-        text = f"reward - {reward.overlong_penalty_factor:g} {over}"
-    elif reward.stop_properly_penalty_coef is not None:
-        text = _stop_properly(reward.stop_properly_penalty_coef)
-
-    low, high = reward.clip_range
-    return f"clip({text}, {low:g}, {high:g})"
-
-
-def _stop_properly(coef: float) -> str:
-    if coef < 0:
-        return f"{coef:g} if truncated else reward"
-    return f"{coef:g} reward if truncated else reward"
-
-
-def _loss(config: RLConfig) -> Definitions:
+def _loss(config: RLConfig, algorithm: Algorithm) -> Definitions:
     """`loss`, and the names in its formula."""
     actor = config.actor
     algo = config.algo
     advantage = algo.advantage
     is_corrected = advantage.is_correction_level != "off"
 
-    name = algo.loss or actor.loss_mode
-    loss = load_loss(name)
-    low, high = actor.eps_clip_low_high
-    formula = loss.formula.format(low=low, high=high, dual_clip=actor.dual_clip)
+    loss = algorithm.loss
+    low, high = algorithm.low_high
+    bounds = {"low": low, "high": high, "dual_clip": actor.dual_clip}
+    formula = loss.formula.format(**bounds)
     if algo.loss:
         formula = f"({formula})"
     if is_corrected:
         formula += " * c"
 
-    per_token = _with_regularisers(formula, config)
+    per_token = _with_regularisers(formula, algorithm)
     total = f"sum_t {AGGREGATIONS[actor.loss_agg_mode].formula} * {per_token}"
     if actor.aux_loss_coef:
         total += f" + {actor.aux_loss_coef:g} mean(balance)"
-    label = name
+    label = algo.loss or actor.loss_mode
     if actor.dual_clip and not algo.loss:
         label += f", at most {actor.dual_clip:g} |A| where A < 0"
 
@@ -138,7 +118,7 @@ def _loss(config: RLConfig) -> Definitions:
         definitions["r"] = "exp(logprob - old)"
     if loss.where is not None:
         symbol, meaning = loss.where
-        definitions[symbol] = meaning
+        definitions[symbol] = meaning.format(**bounds)
     if is_corrected:
         low, high = advantage.band
         definitions["c"] = describe(
@@ -152,11 +132,11 @@ def _loss(config: RLConfig) -> Definitions:
     return definitions
 
 
-def _with_regularisers(formula: str, config: RLConfig) -> str:
+def _with_regularisers(formula: str, algorithm: Algorithm) -> str:
     """The loss of a token: the policy's, the KL and the entropy."""
-    actor = config.actor
+    actor = algorithm.actor
     terms = [formula]
-    if config.algo.kl.use_loss and config.algo.kl_coef:
+    if algorithm.algo.kl.use_loss and algorithm.kl_coef:
         terms.append("+ beta KL")
     if actor.entropy_coef > 0:
         terms.append(f"- {actor.entropy_coef:g} H")
@@ -168,10 +148,10 @@ def _with_regularisers(formula: str, config: RLConfig) -> str:
     return f"({' '.join(terms)})"
 
 
-def _kl(config: RLConfig, estimator: Estimator) -> Definitions:
+def _kl(config: RLConfig, algorithm: Algorithm) -> Definitions:
     """`KL` and the names in its formula, where its coefficient is not 0."""
     kl = config.algo.kl
-    coef = config.algo.kl_coef
+    coef = algorithm.kl_coef
     if not coef:
         return {}
 
@@ -187,7 +167,7 @@ def _kl(config: RLConfig, estimator: Estimator) -> Definitions:
     if kl.ref == "model":
         model = config.ref.model_name_or_path or config.actor.model_name_or_path
         reference = f"{model}, frozen"
-    reference_name = "teacher" if "teacher" in estimator.symbols else "ref"
+    reference_name = "teacher" if "teacher" in algorithm.estimator.symbols else "ref"
     trained_name = "logprob" if kl.use_loss else "old"
     return {
         "KL": f"{formula}    [{kl.estimator}, {beta}]",

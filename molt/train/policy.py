@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerBase
 
 from molt.algo.importance import correction
 from molt.algo.kl import kl_per_token
-from molt.algo.plugin import load_estimator, load_loss
 from molt.algo.ratio import log_ratio
+from molt.algorithm import load_algorithm
 from molt.batch.collate import Batch, collate, gather, scatter
 from molt.batch.plan import RankPlan, SampleTask
 from molt.config import ActorConfig, AlgoConfig, FsdpConfig, TrainConfig
@@ -97,8 +97,7 @@ class Policy(Trained[PolicyModel]):
             spike_factor=settings.train.grad_spike_factor,
         )
         self.settings = settings
-        self.estimator = load_estimator(settings.algo.advantage.estimator)
-        self.loss = load_loss(settings.algo.loss or settings.actor.loss_mode)
+        self.algorithm = load_algorithm(settings.algo, settings.actor)
         self.kl_coef = 0.0
         self.plan: RankPlan = []
         self.steps: list[list[PolicyMicroBatch | None]] = []
@@ -161,7 +160,7 @@ class Policy(Trained[PolicyModel]):
     def _old_logprobs(self, plan: RankPlan, samples: Samples) -> TokenArrays:
         """Log-probs at the weights that the batch starts with, for the steps that run at other weights."""
         # The very first step runs at the weights of `old`; a second epoch, or a KL in the reward, needs it for all.
-        needed_for_all = self.settings.train.max_epochs > 1 or self.settings.algo.kl_in_reward
+        needed_for_all = self.settings.train.max_epochs > 1 or self.algorithm.kl_in_reward
         steps = plan if needed_for_all else plan[1:]
         forward = logprobs_forward(self.model, self.settings.temperature)
         return infer(forward, steps, samples, packed=self.settings.fsdp.packing_samples)
@@ -176,7 +175,7 @@ class Policy(Trained[PolicyModel]):
             ref_logprobs=inferred.get("ref_logprobs", {}),
             values=inferred.get("values", {}),
         )
-        return token_advantages(self.estimator, self.settings.algo, inputs, kl_coef=self.kl_coef, device=self.device)
+        return token_advantages(self.algorithm, inputs, kl_coef=self.kl_coef, device=self.device)
 
     def _micro_batch(
         self,
@@ -254,12 +253,11 @@ class Policy(Trained[PolicyModel]):
 
     def _policy_loss(self, logprobs: Tensor, micro_batch: PolicyMicroBatch) -> tuple[Tensor, dict[str, Metric]]:
         """The policy loss of each token times its importance coefficient, `[B, T]`."""
-        actor = self.settings.actor
         old = micro_batch.old_logprobs
         if old is None:
             old = logprobs.detach()
-        low, high = actor.eps_clip_low_high
-        loss, clipped = self.loss.fn(
+        low, high = self.algorithm.low_high
+        loss, clipped = self.algorithm.loss.fn(
             logprobs,
             old,
             micro_batch.advantages,
@@ -267,7 +265,7 @@ class Policy(Trained[PolicyModel]):
             micro_batch.segments,
             low=low,
             high=high,
-            dual_clip=actor.dual_clip,
+            dual_clip=self.settings.actor.dual_clip,
         )
         metrics = _ratio_metrics(old, micro_batch)
         metrics["train/clip_fraction"] = _over_tokens(clipped, micro_batch.mask)

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from molt.algo.advantage import Estimator, whiten, whitening_sums
+from molt.algo.advantage import whiten, whitening_sums
 from molt.algo.kl import kl_per_token
+from molt.algorithm import Algorithm
 from molt.batch.plan import Place, SampleTask
-from molt.config import AlgoConfig
+from molt.config import KlConfig
 from molt.parallel.mesh import all_reduce_sums
 from molt.train.inference import Samples, TokenArrays, sample_of
 from molt.types import Metric
@@ -45,18 +46,18 @@ class TokenAdvantages:
 
 
 def token_advantages(
-    estimator: Estimator, algo: AlgoConfig, inputs: AdvantageInputs, *, kl_coef: float, device: torch.device
+    algorithm: Algorithm, inputs: AdvantageInputs, *, kl_coef: float, device: torch.device
 ) -> TokenAdvantages:
     """Spread or estimate the advantages, whitened over the training batch of all ranks if the settings say so.
 
     Every rank calls it once per training batch. device: where ranks add up.
     """
-    if estimator.level == "group":
-        found = _spread(algo, inputs)
+    if algorithm.estimator.level == "group":
+        found = _spread(algorithm, inputs)
     else:
-        found = _estimate(estimator, algo, inputs, kl_coef)
+        found = _estimate(algorithm, inputs, kl_coef)
 
-    if estimator.whiten and not algo.advantage.no_whiten:
+    if algorithm.estimator.whiten and not algorithm.algo.advantage.no_whiten:
         return TokenAdvantages(
             advantages=_whiten(found.advantages, inputs, device),
             returns=found.returns,
@@ -65,23 +66,24 @@ def token_advantages(
     return found
 
 
-def _kl_metrics(algo: AlgoConfig, total: float, count: int) -> dict[str, Metric]:
-    if algo.kl_in_reward:
+def _kl_metrics(algorithm: Algorithm, total: float, count: int) -> dict[str, Metric]:
+    if algorithm.kl_in_reward:
         return {"train/kl": Metric(total, count)}
     return {}
 
 
-def _spread(algo: AlgoConfig, inputs: AdvantageInputs) -> TokenAdvantages:
+def _spread(algorithm: Algorithm, inputs: AdvantageInputs) -> TokenAdvantages:
     """The advantage of the rollout at each of its trained tokens."""
     advantages = {}
     for task in inputs.tasks:
         assert task.advantage is not None, "a group estimator gives one to every rollout"
         advantages[task.at] = torch.where(inputs.mask(task), task.advantage, 0.0)
-    return TokenAdvantages(advantages, returns={}, metrics=_kl_metrics(algo, 0.0, 0))
+    return TokenAdvantages(advantages, returns={}, metrics=_kl_metrics(algorithm, 0.0, 0))
 
 
-def _estimate(estimator: Estimator, algo: AlgoConfig, inputs: AdvantageInputs, kl_coef: float) -> TokenAdvantages:
+def _estimate(algorithm: Algorithm, inputs: AdvantageInputs, kl_coef: float) -> TokenAdvantages:
     """Each segment by a token estimator."""
+    settings = algorithm.algo
     advantages: dict[Place, Tensor] = {}
     returns: TokenArrays = {}
     kl_total = 0.0
@@ -89,35 +91,35 @@ def _estimate(estimator: Estimator, algo: AlgoConfig, inputs: AdvantageInputs, k
     for task in inputs.tasks:
         mask = inputs.mask(task)
         kl = torch.zeros(len(mask), dtype=torch.float64)
-        if algo.kl_in_reward:
-            kl = _kl(algo, inputs, task) * mask
+        if algorithm.kl_in_reward:
+            kl = _kl(settings.kl, inputs, task) * mask
             kl_total += float(kl.sum())
             kl_count += int(mask.sum())
         values = torch.zeros(len(mask), dtype=torch.float64)
-        if "values" in estimator.needs:
+        if algorithm.needs_critic:
             values = torch.tensor(inputs.values[task.at], dtype=torch.float64)
 
-        of_tokens = estimator.fn(
+        of_tokens = algorithm.estimator.fn(
             task.reward,
             mask,
             kl=kl_coef * kl,
             values=values,
-            gamma=algo.advantage.gamma,
-            lam=algo.advantage.lam,
+            gamma=settings.advantage.gamma,
+            lam=settings.advantage.lam,
         )
         advantages[task.at] = of_tokens
-        if "values" in estimator.needs:
+        if algorithm.needs_critic:
             returns[task.at] = torch.where(mask, of_tokens + values, 0.0).float().numpy()
-    return TokenAdvantages(advantages, returns, _kl_metrics(algo, kl_total, kl_count))
+    return TokenAdvantages(advantages, returns, _kl_metrics(algorithm, kl_total, kl_count))
 
 
-def _kl(algo: AlgoConfig, inputs: AdvantageInputs, task: SampleTask) -> Tensor:
+def _kl(settings: KlConfig, inputs: AdvantageInputs, task: SampleTask) -> Tensor:
     """float64 `[T]`, the KL to the reference at every token."""
     return kl_per_token(
         torch.tensor(inputs.old_logprobs[task.at], dtype=torch.float64),
         torch.tensor(inputs.ref_logprobs[task.at], dtype=torch.float64),
-        algo.kl.estimator,
-        from_reference=algo.kl.ref == "rollout",
+        settings.estimator,
+        from_reference=settings.ref == "rollout",
     )
 
 

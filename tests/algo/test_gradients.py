@@ -228,7 +228,65 @@ def test_cispo_is_the_gradient_of_its_surrogate():
     np.testing.assert_array_equal(got, gradient("cispo", low=0.9, high=1.3)[0])
 
 
-@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo"])
+def bounded_sample_ratios(low: float, high: float) -> Callable[[np.ndarray], np.ndarray]:
+    """[5, 5]: `exp(mean over the trained tokens of the sample of l)`, l bounded on one side by the sign of A."""
+
+    def of(theta: np.ndarray) -> np.ndarray:
+        means = []
+        for sample, row in enumerate(logprobs_of(theta) - OLD_LOGPROBS):
+            bounded = []
+            for token, log_ratio in enumerate(row):
+                if MASK[sample, token]:
+                    is_good = ADVANTAGES[sample, token] > 0
+                    bounded.append(min(log_ratio, high) if is_good else max(log_ratio, -low))
+            means.append(sum(bounded) / len(bounded))
+        return np.exp(np.repeat(np.array(means)[:, None], 5, axis=1))
+
+    return of
+
+
+def test_gmpo_is_the_gradient_of_its_surrogate():
+    """`s_t = exp(l_t - l_t(NEW) + log s(NEW))` with both quantities of NEW constants, and `-s_t A`."""
+    low = 0.25
+    high = 0.3
+    frozen = bounded_sample_ratios(low, high)(NEW)
+    bound = np.where(ADVANTAGES > 0, high, low)
+
+    def one_sided(theta: np.ndarray) -> np.ndarray:
+        sign = np.sign(ADVANTAGES)
+        return sign * np.minimum(sign * (logprobs_of(theta) - OLD_LOGPROBS), bound)
+
+    assert np.abs(np.abs(LOG_RATIOS[MASK])[:, None] - [low, high]).min() > 1e-3
+    at_new = one_sided(NEW)
+    got, clipped = gradient("gmpo", low=low, high=high)
+    expected = differences(lambda s, a, logp: -s * a, lambda th: np.exp(one_sided(th) - at_new) * frozen)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6)
+    np.testing.assert_array_equal(clipped, (np.sign(ADVANTAGES) * LOG_RATIOS > bound) & MASK)
+    assert clipped.any() and not clipped[MASK].all()
+
+
+def test_gmpo_with_one_advantage_per_sample_is_the_gradient_of_the_objective_of_the_paper():
+    """`sum over samples of -s A` with nothing frozen but the bounds, at one weight per sample over its tokens."""
+    low = 0.25
+    high = 0.3
+    per_sample = ADVANTAGES[:, 0]
+    advantages = np.repeat(per_sample[:, None], 5, axis=1)
+    weights = MASK / MASK.sum(1, keepdims=True)
+    got, clipped = gradient("gmpo", advantages, weights, low=low, high=high)
+
+    def objective(theta: np.ndarray) -> float:
+        total = 0.0
+        for sample, row in enumerate(logprobs_of(theta) - OLD_LOGPROBS):
+            trained = row[MASK[sample]]
+            bounded = np.minimum(trained, high) if per_sample[sample] > 0 else np.maximum(trained, -low)
+            total -= per_sample[sample] * float(np.exp(bounded.mean()))
+        return total
+
+    np.testing.assert_allclose(got, slope(objective, NEW), rtol=0, atol=1e-6)
+    assert clipped.any() and not clipped[MASK].all()
+
+
+@pytest.mark.parametrize("name", LOSSES)
 def test_at_old_weights_every_loss_is_the_policy_gradient(name):
     """All ratios are 1 (within every bound): `-A grad logp`, the gradient that the estimators' proofs start from."""
     theta = torch.tensor(NEW, requires_grad=True)

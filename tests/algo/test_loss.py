@@ -8,9 +8,8 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from molt.algo.loss import LOSSES, cispo, gspo, ppo
+from molt.algo.loss import LOSSES, cispo, gmpo, gspo, ppo
 from molt.batch.collate import collate, gather, scatter
-from molt.config import ActorConfig
 from molt.errors import TrainingError
 
 
@@ -18,8 +17,34 @@ def bounded_log_ratio(new, before):
     return min(max(new - before, -30.0), 30.0)
 
 
+def reference_gmpo(samples, low, high):
+    """Per sample `(losses, clipped)` from the products of the paper: the root of `prod min(r^sign, e^bound)^sign`."""
+    out = []
+    for logprobs, old, advantages, mask in samples:
+        product = 1.0
+        trained = 0
+        clipped = []
+        for new, before, advantage, m in zip(logprobs, old, advantages, mask, strict=True):
+            ratio = math.exp(bounded_log_ratio(new, before))
+            assume(not any(math.isclose(ratio, b, rel_tol=1e-9) for b in (math.exp(high), math.exp(-low))))
+            near = ratio
+            if advantage > 0:
+                near = min(ratio, math.exp(high))
+            elif advantage < 0:
+                near = 1 / min(1 / ratio, math.exp(low))
+            clipped.append(near != pytest.approx(ratio, rel=1e-12))
+            if m:
+                product *= near
+                trained += 1
+        s = product ** (1 / trained) if trained else 1.0
+        out.append(([-s * advantage for advantage in advantages], clipped))
+    return out
+
+
 def reference(name, samples, low, high, dual_clip):
     """Per sample `(losses, clipped)`, token by token."""
+    if name == "gmpo":
+        return reference_gmpo(samples, low, high)
     out = []
     for logprobs, old, advantages, mask in samples:
         logs = [bounded_log_ratio(*pair) for pair in zip(logprobs, old, strict=True)]
@@ -150,6 +175,46 @@ def test_cispo_by_hand_keeps_the_gradient_of_clipped_tokens():
     assert clipped.tolist() == [True, False, True]
 
 
+def test_gmpo_by_hand():
+    # Bounds e^0.4 = 1.4918 and e^-0.4 = 0.6703.
+    # Sample 0, A > 0: ratios 4 (clipped to e^0.4), 0.1 (free below) and an untrained 100: s = sqrt(e^0.4 * 0.1).
+    # Sample 1, A < 0: ratios 4 (free above), 0.1 (clipped to e^-0.4): s = sqrt(4 * e^-0.4).
+    # Sample 2: nothing is trained, s = 1. Sample 3: A = 0 has no bound.
+    samples = [
+        (np.log([4, 0.1, 100]), [0, 0, 0], [1, 1, 1], [True, True, False]),
+        (np.log([4, 0.1]), [0, 0], [-2, -2], [True, True]),
+        (np.log([7]), [0], [-3], [False]),
+        (np.log([9]), [0], [0], [True]),
+    ]
+    (good, clipped_above), (bad, clipped_below), (none, _), (zero, free) = run("gmpo", samples, low=0.4, high=0.4)
+    assert good == pytest.approx([-math.sqrt(math.exp(0.4) * 0.1)] * 3) and clipped_above == [True, False, True]
+    assert bad == pytest.approx([2 * math.sqrt(4 * math.exp(-0.4))] * 2) and clipped_below == [False, True]
+    assert none == [3] and zero == [0] and free == [False]
+
+
+def test_the_bounds_of_gmpo_are_apart():
+    # A > 0: log 4 = 1.386 is clipped to high = 1; A < 0: log 0.1 = -2.303 to -low = -0.5.
+    logprobs = torch.tensor([4.0, 0.1], dtype=torch.float64).log()
+    for advantage, expected in [(1.0, (1 + math.log(0.1)) / 2), (-1.0, (math.log(4) - 0.5) / 2)]:
+        advantages = torch.full((2,), advantage, dtype=torch.float64)
+        loss, _ = flat(gmpo, logprobs, torch.zeros(2), advantages, low=0.5, high=1.0)
+        assert loss.tolist() == pytest.approx([-advantage * math.exp(expected)] * 2)
+
+
+@pytest.mark.parametrize("advantage", [2.0, -2.0])
+def test_with_one_advantage_per_sample_gmpo_is_the_objective_of_the_paper(advantage):
+    """`-s A` of three tokens, one of them clipped: its mean over the tokens has the gradient of `-s A` itself."""
+    # 0.1 is free, 0.3 free, 0.9 (or -0.9) beyond the bound: s = exp((0.1 + 0.3 + 0.4) / 3), the last one without.
+    sign = math.copysign(1, advantage)
+    old = torch.full((3,), -1.5, dtype=torch.float64, requires_grad=True)
+    logprobs = (old.detach() + sign * torch.tensor([0.1, 0.3, 0.9], dtype=torch.float64)).requires_grad_()
+    loss, clipped = flat(gmpo, logprobs, old, torch.full((3,), advantage).double(), low=0.4, high=0.4)
+    loss.mean().backward()
+    s = math.exp(sign * 0.8 / 3)
+    assert loss.tolist() == pytest.approx([-s * advantage] * 3) and clipped.tolist() == [False, False, True]
+    assert logprobs.grad.tolist() == pytest.approx([-s * advantage / 3, -s * advantage / 3, 0]) and old.grad is None
+
+
 @pytest.mark.parametrize("dual_clip", [None, 3.0])
 def test_ppo_gradient_matches_finite_differences(dual_clip):
     # Away from the kinks at 0.8, 1.2, 3 and the clamp, clipped and free tokens, both signs, one clamped ratio.
@@ -163,6 +228,41 @@ def test_ppo_gradient_matches_finite_differences(dual_clip):
     shifted = (flat(ppo, logprobs.detach() + s, old, advantages, dual_clip=dual_clip)[0] for s in (1e-6, -1e-6))
     above, below = shifted
     np.testing.assert_allclose(logprobs.grad.numpy(), ((above - below) / 2e-6).detach().numpy(), atol=1e-6)
+
+
+def gradients_of(name, samples, packed):
+    """The gradient of `sum(weight * loss_t)` to the log-probs of each sample; where trained tokens are clipped."""
+    batch = collate([np.zeros(len(s[0]), np.int64) for s in samples], packed=packed)
+    leaves = [torch.tensor(s[0], dtype=torch.float64, requires_grad=True) for s in samples]
+    logprobs = scatter(batch, leaves)
+    old, advantages, weights = (scatter(batch, [np.array(s[i], "f8") for s in samples]) for i in (1, 2, 4))
+    mask = scatter(batch, [np.array(s[3], "?") for s in samples])
+    high = 1.1 if LOSSES[name].bounds == "weight" else 0.1
+    loss, clipped = LOSSES[name].fn(logprobs, old, advantages, mask, batch.segments, low=0.1, high=high)
+    return torch.autograd.grad((weights * mask * loss).sum(), leaves), clipped[mask]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_gradient_does_not_depend_on_what_else_is_in_the_micro_batch(name, packed):
+    rng = np.random.default_rng(5)
+    samples = []
+    for length in (7, 1, 4, 12, 3):
+        old = rng.uniform(-3, -1, length)
+        samples.append(
+            (
+                old + rng.normal(scale=0.3, size=length),
+                old,
+                rng.normal(size=length),
+                np.arange(length) % 3 != 2,
+                rng.uniform(0.1, 1, length),
+            )
+        )
+    together, clipped = gradients_of(name, samples, packed)
+    assert clipped.any() and not clipped.all() and all(gradient.any() for gradient in together)
+    for sample, expected in zip(samples, together, strict=True):
+        (alone,), _ = gradients_of(name, [sample], packed)
+        np.testing.assert_allclose(alone, expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -199,9 +299,21 @@ def test_the_difference_of_two_infinities_is_an_error(loss):
         flat(LOSSES[loss].fn, infinite, infinite, torch.ones(1))
 
 
-def test_every_loss_that_can_be_chosen_is_a_row_and_its_formula_has_the_bounds():
-    chosen = ActorConfig.__annotations__["loss_mode"].__args__
-    assert set(LOSSES) == set(chosen)
-    formulas = {name: loss.formula.format(low=0.2, high=0.3, dual_clip=None) for name, loss in LOSSES.items()}
+def test_the_formula_of_every_row_has_its_bounds():
+    bounds = {"low": 0.2, "high": 0.3, "dual_clip": None}
+    formulas = {}
+    for name, loss in LOSSES.items():
+        _, where = loss.where or ("", "")
+        formulas[name] = (loss.formula + where).format(**bounds)
     assert formulas["ppo"] == "-min(r A, clip(r, 1 - 0.2, 1 + 0.3) A)"
     assert all("0.3" in formula for formula in formulas.values())
+
+
+def test_the_bounds_of_every_row():
+    """ppo: its paper. gspo, gmpo: what their papers train with. cispo: a ceiling above 1."""
+    assert {name: loss.low_high for name, loss in LOSSES.items()} == {
+        "ppo": (0.2, 0.2),
+        "gspo": (3e-4, 4e-4),
+        "cispo": (0.2, 5.0),
+        "gmpo": (0.4, 0.4),
+    }

@@ -1,5 +1,6 @@
 """Estimators and losses of the user's: what they may be, and every way in which they are refused at the start."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,46 @@ def test_a_group_estimator_gives_float64(write):
     estimator = load_estimator(write(GROUP + "(rewards - ctx.scores.mean()).float()"))
     rewards = torch.tensor([2.0, 1.0], dtype=torch.float64)
     assert estimator.fn(rewards, torch.tensor([0, 0]), context(2)).dtype == torch.float64
+
+
+SEQUENCES = """
+from molt.algo.ratio import mean_of_sample
+
+
+def f(logprobs, old_logprobs, advantages, mask, *, {segments}low, high, dual_clip):
+    log_s = mean_of_sample(logprobs.detach() - old_logprobs, mask, segments).float()
+    return -(logprobs - logprobs.detach() + log_s).exp() * advantages
+"""
+
+
+def test_a_loss_of_whole_sequences_gets_the_segments(write):
+    loss = load_loss(write(SEQUENCES.format(segments="segments, ")))
+    # Two sequences in one packed row: ratios 2, 8 and an untrained 100, then 3. s = sqrt(2 * 8) = 4, and 3.
+    old = torch.full((1, 4), -5.0)
+    logprobs = (old + torch.tensor([[2.0, 8.0, 100.0, 3.0]]).log()).requires_grad_()
+    mask = torch.tensor([[True, True, False, True]])
+    found, _ = loss.fn(logprobs, old, torch.ones(1, 4), mask, torch.tensor([[0, 0, 0, 1]]), low=0.2, high=0.2)
+    assert found.tolist() == [pytest.approx([-4.0, -4.0, -4.0, -3.0], rel=1e-5)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "seen"),
+    [
+        ("*, low, high, dual_clip", None),
+        ("*, low, high, dual_clip, segments=None", "segments"),
+        ("segments, *, low, high, dual_clip", "segments"),
+        ("**_", "_['segments']"),
+    ],
+)
+def test_segments_reach_a_loss_that_takes_them(write, arguments, seen):
+    look = f"SEEN.append({seen}); " if seen else ""
+    name = write(f"SEEN = []\ndef f(logprobs, old_logprobs, advantages, mask, {arguments}): {look}return -logprobs")
+    loss = load_loss(name)
+    two = torch.zeros(1, 2, requires_grad=True)
+    segments = torch.tensor([[0, 1]])
+    loss.fn(two, two.detach(), two.detach(), two.bool(), segments, low=0.2, high=0.2)
+    module = next(module for module in list(sys.modules.values()) if getattr(module, "__file__", "") == name[:-2])
+    assert [each.tolist() for each in module.SEEN[-1:]] == ([[[0, 1]]] if seen else [])
 
 
 def test_braces_in_the_formula_of_a_loss_are_text(write):
@@ -173,5 +214,5 @@ def test_a_wrong_name(write, tmp_path, load, flag):
 def test_the_nearest_name_of_molt():
     with pytest.raises(ConfigError, match=r"\(=grop\).*Did you mean 'grpo'\? Use one of: reinforce, .*, gae"):
         load_estimator("grop")
-    with pytest.raises(ConfigError, match=r"\(=gsop\).*Did you mean 'gspo'\? Use one of: ppo, gspo, cispo"):
+    with pytest.raises(ConfigError, match=r"\(=gsop\).*Did you mean 'gspo'\? Use one of: ppo, gspo, cispo, gmpo"):
         load_loss("gsop")

@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from molt.algo.reduce import AGGREGATIONS, token_weights
-from molt.config import ActorConfig
 
 
 def test_token_mean_by_hand():
@@ -80,6 +79,5 @@ def test_a_sample_without_trained_tokens_changes_no_weight(mode):
     assert token_weights([], [], mode=mode, max_len=9) == []
 
 
-def test_every_mode_that_can_be_chosen_is_a_row_with_a_formula():
-    assert set(AGGREGATIONS) == set(ActorConfig.__annotations__["loss_agg_mode"].__args__)
+def test_every_row_has_a_formula():
     assert all(aggregation.formula.startswith("1/") for aggregation in AGGREGATIONS.values())

@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from molt.algo.shaping import shape_reward
+from molt.algo.shaping import Shaping, shape_reward
 
 
 def shape(reward, peak=10, truncated=False, max_len=100, clip_range=(-10.0, 10.0), **penalty):
-    return shape_reward(reward, peak=peak, truncated=truncated, max_len=max_len, clip_range=clip_range, **penalty)
+    return shape_reward(reward, Shaping(max_len, clip_range, **penalty), peak=peak, truncated=truncated)
 
 
 def test_a_reward_is_clipped_to_its_range():

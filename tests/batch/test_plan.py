@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molt.algo.advantage import ADVANTAGES
+from molt.algo.shaping import Shaping
 from molt.batch.plan import SampleTask, advantages, plan_batch, shaped_rewards
-from molt.config import RewardConfig
 from molt.types import PolicyFailure, RolloutInfo, SampleInfo, Scored
 
 MAX_LEN = 64
@@ -21,7 +21,7 @@ def rollout(reward=0.0, *samples, outcome=None):
 
 
 def shaped(groups, clip_range=(-10.0, 10.0), **penalties):
-    return shaped_rewards(groups, RewardConfig(clip_range, **penalties), MAX_LEN)
+    return shaped_rewards(groups, Shaping(MAX_LEN, clip_range, **penalties))
 
 
 def group_advantages_of(groups, estimator):

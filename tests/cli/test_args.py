@@ -64,6 +64,7 @@ def test_hyphens_and_underscores_are_the_same():
 def test_the_last_of_repeated_flags_wins_and_none_unsets():
     assert _parse("--train.seed 1 --train.seed 2").train.seed == 2
     assert _parse("--train.max_steps 3 --train.max_steps None").train.max_steps is None
+    assert _parse("--actor.eps_clip_low_high 0.1 0.2 --actor.eps_clip_low_high None").actor.eps_clip_low_high is None
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,8 @@ def test_an_unknown_flag_names_the_nearest(argv, meant, capsys):
         ("--rollout.max_new_tokens", ["--rollout.max_new_tokens", "Expected 1 values"]),
         ("--actor.loss_mode gpso", ["`actor.loss_mode` (=gpso)", "Did you mean 'gspo'?", "ppo, gspo, cispo"]),
         ("--fsdp.param_dtype bf61", ["`fsdp.param_dtype` (=bf61)", "Did you mean 'bf16'?", "bf16, fp16, fp32"]),
-        ("--actor.eps_clip_low_high 0.2", ["--actor.eps_clip_low_high", "Expected 2 values"]),
+        ("--actor.adam.betas 0.9", ["--actor.adam.betas", "Expected 2 values"]),
+        ("--actor.eps_clip_low_high 0.2", ["--actor.eps_clip_low_high", "expected argument count 2"]),
         ("--data.apply_chat_template True", ["--data.apply_chat_template", "takes no value", "'True'"]),
         ("--vllm.enable_prefix_caching=false", ["--vllm.enable_prefix_caching", "takes no value", "'false'", "no_"]),
         ("stray", ["stray"]),
@@ -130,6 +132,15 @@ def test_help_has_every_flag_with_its_string(config_class, capsys):
     assert not re.findall(r"--\w+-[\w-]+", words), "hyphens in the help"
 
 
+def test_bounds_in_an_old_file_stay_and_none_are_left_out(tmp_path):
+    """Every config.toml had bounds, when 0.2 0.2 was the default of the setting."""
+    path = tmp_path / "config.toml"
+    path.write_text('[actor]\nloss_mode = "gspo"\neps_clip_low_high = [0.2, 0.2]\n')
+    assert _parse(f"--config {path}").actor.eps_clip_low_high == (0.2, 0.2)
+    assert _parse(f"--config {path} --actor.eps_clip_low_high None").actor.eps_clip_low_high is None
+    assert "eps_clip_low_high" not in dump(RLConfig())
+
+
 def test_a_file_gives_the_defaults_and_flags_override_it(tmp_path):
     config = _parse("--actor.adam.lr 3e-6 --train.max_steps 5 --rollout.batch_size 8")
     path = tmp_path / "config.toml"
@@ -156,6 +167,7 @@ def test_a_file_gives_the_defaults_and_flags_override_it(tmp_path):
         ("[data]\napply_chat_template = 1", "`data.apply_chat_template` (=1) must be true or false."),
         ("[data]\nlabel_key = 1", "`data.label_key` (=1) must be a string."),
         ("[ckpt]\noutput_dir = 1", "`ckpt.output_dir` (=1) must be a path in quotes."),
+        ("[actor]\neps_clip_low_high = [0.2]", "`actor.eps_clip_low_high` (=[0.2]) must be a list of 2 values."),
         ("[fsdp]\nparam_dtype = 'int8'", "`fsdp.param_dtype` (='int8') must be one of 'bf16', 'fp16', 'fp32'."),
         ("[ckpt]\nsave_steps = 0", "`ckpt.save_steps` (=0): no step is a multiple of it"),
         ("[ckpt", "is not TOML"),
@@ -247,6 +259,7 @@ def test_infinite_numbers_survive(tmp_path):
 
 
 def test_parsing_imports_nothing_heavy():
+    """Tables that the settings name by default are not looked at."""
     code = (
         "import sys; from molt.cli.args import parse; from molt.config import RLConfig; parse(RLConfig, [], prog='x'); "
         "print([m for m in ('torch', 'ray', 'vllm', 'transformers', 'numpy') if m in sys.modules])"

@@ -174,7 +174,20 @@ WRONG = [
         "only ppo has that bound",
         "drop --actor.dual_clip",
     ),
-    ("rl", "--actor.loss_mode cispo", "(=(0.2, 0.2))", "shrink even fresh", "Use --actor.eps_clip_low_high 0.2 5"),
+    (
+        "rl",
+        "--actor.loss_agg_mode token-maen",
+        "`actor.loss_agg_mode` (=token-maen)",
+        "nothing was started",
+        "Did you mean 'token-mean'? Use one of: token-mean, seq-mean-token-mean",
+    ),
+    (
+        "rl",
+        "--actor.loss_mode cispo --actor.eps_clip_low_high 0.2 0.2",
+        "(=(0.2, 0.2))",
+        "shrink even fresh",
+        "Use --actor.eps_clip_low_high 0.2 5",
+    ),
     ("rl", "--actor.aux_loss_coef 0.001", "(=0.001)", "nothing would be balanced", "Use 0, or a model of type"),
     (
         "rl",

@@ -141,6 +141,34 @@ def test_the_header_is_the_formula_in_force(config, text):
     assert header(config, 300) == text
 
 
+# name, bounds of the settings, the loss of a token, its other names
+LOSSES = [
+    ("ppo", None, "-min(r A, clip(r, 1 - 0.2, 1 + 0.2) A)", []),
+    ("gspo", None, "-min(s A, clip(s, 1 - 0.0003, 1 + 0.0004) A)", ["s    = exp(mean of log r over the sample)"]),
+    ("cispo", None, "-sg(min(r, 5)) A logprob", []),
+    (
+        "gmpo",
+        None,
+        "-s A",
+        ["s    = exp(mean of min(log r, 0.4) if A > 0, max(log r, -0.4) if A < 0, over the sample)"],
+    ),
+    (
+        "gmpo",
+        (0.1, 0.3),
+        "-s A",
+        ["s    = exp(mean of min(log r, 0.3) if A > 0, max(log r, -0.1) if A < 0, over the sample)"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "bounds", "of_token", "where"), LOSSES)
+def test_bounds_that_are_not_set_are_those_of_the_loss(name, bounds, of_token, where):
+    actor = ActorConfig(model_name_or_path="MODEL", loss_mode=name, eps_clip_low_high=bounds)
+    lines = [line.strip() for line in header(replace(PLAIN, actor=actor), 3).splitlines()]
+    assert f"loss = sum_t 1/N * {of_token} * c    [{name}]" in lines
+    assert [line for line in lines if line.startswith("s ")] == where
+
+
 def test_a_negative_entropy_coefficient_and_whitening_turned_off():
     actor = replace(PLAIN.actor, entropy_coef=-0.01)
     text = header(replace(PLAIN, actor=actor, algo=AlgoConfig(AdvantageConfig(no_whiten=True))), 3)
@@ -174,6 +202,8 @@ def test_how_far_off_policy_a_token_may_be(bound, words):
     assert header(replace(PLAIN, train=train), 3).splitlines()[1] == f"  3 steps of 32 x 8 rollouts, {words}"
 
 
-def test_an_unknown_estimator_has_no_header():
+def test_an_unknown_estimator_or_loss_has_no_header():
     with pytest.raises(ConfigError, match=r"algo\.advantage\.estimator"):
         header(replace(PLAIN, algo=AlgoConfig(AdvantageConfig(estimator="grop"))), 3)
+    with pytest.raises(ConfigError, match=r"^`actor\.loss_mode` \(=gsop\) .* Use one of: ppo, gspo, cispo, gmpo\.$"):
+        header(replace(PLAIN, actor=ActorConfig(loss_mode="gsop")), 3)
