@@ -9,7 +9,8 @@ from molt.algo.advantage import Estimator, whiten, whitening_sums
 from molt.algo.kl import kl_per_token
 from molt.batch.plan import Place, SampleTask
 from molt.config import AlgoConfig
-from molt.parallel.mesh import all_reduce_sums
+from molt.parallel.mesh import Mesh
+from molt.parallel.shape import DATA_AXES
 from molt.train.inference import Samples, TokenArrays, sample_of
 from molt.types import Metric
 
@@ -45,11 +46,11 @@ class TokenAdvantages:
 
 
 def token_advantages(
-    estimator: Estimator, algo: AlgoConfig, inputs: AdvantageInputs, *, kl_coef: float, device: torch.device
+    estimator: Estimator, algo: AlgoConfig, inputs: AdvantageInputs, *, kl_coef: float, mesh: Mesh
 ) -> TokenAdvantages:
     """Spread or estimate the advantages, whitened over the training batch of all ranks if the settings say so.
 
-    Every rank calls it once per training batch. device: where ranks add up.
+    Every rank calls it once per training batch, peers with the same samples.
     """
     if estimator.level == "group":
         found = _spread(algo, inputs)
@@ -58,7 +59,7 @@ def token_advantages(
 
     if estimator.whiten and not algo.advantage.no_whiten:
         return TokenAdvantages(
-            advantages=_whiten(found.advantages, inputs, device),
+            advantages=_whiten(found.advantages, inputs, mesh),
             returns=found.returns,
             metrics=found.metrics,
         )
@@ -121,12 +122,12 @@ def _kl(algo: AlgoConfig, inputs: AdvantageInputs, task: SampleTask) -> Tensor:
     )
 
 
-def _whiten(advantages: dict[Place, Tensor], inputs: AdvantageInputs, device: torch.device) -> dict[Place, Tensor]:
+def _whiten(advantages: dict[Place, Tensor], inputs: AdvantageInputs, mesh: Mesh) -> dict[Place, Tensor]:
     """Whiten over the trained tokens of all ranks."""
     masks = {task.at: inputs.mask(task) for task in inputs.tasks}
     sums = torch.zeros(3, dtype=torch.float64)
     for at, of_tokens in advantages.items():
         sums = sums + whitening_sums(of_tokens, masks[at])
-    # Collective on the default group: every rank, once per training batch.
-    sums = all_reduce_sums(sums.to(device)).cpu()
+    # Collective over the data-parallel axes: every rank, once per training batch.
+    sums = mesh.sum(sums.to(mesh.device), *DATA_AXES).cpu()
     return {at: whiten(of_tokens, masks[at], sums) for at, of_tokens in advantages.items()}
