@@ -174,10 +174,10 @@ class Mesh:
 
     def _group(self, axes: Sequence[Axis]) -> dist.ProcessGroup | None:
         """The ranks that differ from this one along these axes alone; None if there is no other."""
-        several = [axis for axis in axes if self.shape.size([axis]) > 1]
+        several: list[Axis] = [axis for axis in axes if self.shape.size(axis) > 1]
         if not several:
             return None
-        if self.shape.size(several) == self.size:
+        if self.shape.size(*several) == self.size:
             return dist.group.WORLD
         if len(several) == 1:
             return self.device_mesh(*several).get_group()
@@ -187,8 +187,8 @@ class Mesh:
 
 def _device_mesh(shape: MeshShape, axes: Sequence[Axis], device: torch.device) -> DeviceMesh:
     """The axes with several ranks, and `dp_shard`, of which FSDP needs a mesh for a single rank too."""
-    kept = [axis for axis in axes if shape.size([axis]) > 1 or axis == "dp_shard"]
-    sizes = tuple(shape.size([axis]) for axis in kept)
+    kept: list[Axis] = [axis for axis in axes if shape.size(axis) > 1 or axis == "dp_shard"]
+    sizes = tuple(shape.size(axis) for axis in kept)
     return init_device_mesh(device.type, sizes, mesh_dim_names=tuple(kept))
 
 

@@ -15,7 +15,6 @@ Ranks that differ along `cp` and `tp` alone are *peers*, together one data-paral
 same samples, draw the same random numbers, and whatever counts samples counts them once.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -53,23 +52,23 @@ class MeshShape:
     def ep_shard(self) -> int:
         return self.dp_shard * self.cp // self.ep
 
-    def size(self, axes: Iterable[Axis]) -> int:
-        """The product of the axes' sizes."""
+    def size(self, *axes: Axis) -> int:
+        """Ranks along the axes: the product of their sizes."""
         return prod(getattr(self, axis) for axis in axes)
 
     @property
     def world_size(self) -> int:
-        return self.size(ALL_AXES)
+        return self.size(*ALL_AXES)
 
     @property
     def data_ranks(self) -> int:
         """Data-parallel ranks: as many plans a training batch has."""
-        return self.size(DATA_AXES)
+        return self.size(*DATA_AXES)
 
     @property
     def peers(self) -> int:
         """Ranks of one data-parallel rank."""
-        return self.size(PEER_AXES)
+        return self.size(*PEER_AXES)
 
     def data_rank(self, rank: int) -> int:
         """Which data-parallel rank `rank` belongs to; its peers belong to the same."""

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from molt.parallel.mesh import Mesh, init_distributed
-from molt.parallel.shape import ALL_AXES, DATA_AXES, EXPERT_AXES, PEER_AXES, MeshShape
+from molt.parallel.shape import ALL_AXES, DATA_AXES, EXPERT_AXES, MeshShape
 
 CPU = torch.device("cpu")
 SHAPES = [
@@ -25,7 +25,7 @@ SHAPES = [
 
 def places(shape, axes):
     """The coordinates of every rank, in the order of the ranks: the last axis is counted first."""
-    return list(itertools.product(*(range(shape.size([axis])) for axis in axes)))
+    return list(itertools.product(*(range(shape.size(axis)) for axis in axes)))
 
 
 def along(shape, rank, axes):
@@ -148,6 +148,6 @@ def test_one_process_makes_no_group_and_calls_no_collective(monkeypatch, reached
     assert mesh.sum(values, *ALL_AXES) is values and values.tolist() == [1, 2]
     mesh.barrier(*ALL_AXES)
     assert not reached and mesh.is_writer and mesh.is_first_peer and mesh.copies(values) == 1
-    assert PEER_AXES == ("cp", "tp") and mesh.fsdp.size() == 1
+    assert mesh.fsdp.size() == 1
     mesh.close()
     assert not dist.is_initialized()

@@ -143,13 +143,13 @@ def train(mesh, path):
     whitened = []
     for micro_batch in policy.steps[0]:
         if micro_batch is not None:
-            whitened.append(micro_batch.advantages)
+            whitened.append(micro_batch.advantages.flatten())
     metrics = report.merge([prepared, policy.train(), critic.train(returns)])
     hook.remove()
     found = {
         "plan": list(tasks_of(plan)),
         "metrics": metrics,
-        "whitened": torch.cat(whitened, 1),
+        "whitened": torch.cat(whitened),
         "gradients": gradients,
         "weights": weights(policy.model),
         "values": weights(critic.model),
