@@ -32,7 +32,8 @@ from _common import spread
 
 from molt.cluster import start_ray
 from molt.config import ActorConfig, PromptDataConfig, RLConfig
-from molt.parallel.mesh import single_threaded_on_cpu
+from molt.parallel.mesh import init_distributed, single_threaded_on_cpu
+from molt.parallel.shape import MeshShape
 from molt.publish.publication import Publisher
 from molt.publish.transfer import ShmSender
 from molt.rollout.engine_group import EngineGroup
@@ -87,7 +88,7 @@ class Trainer:
     def __init__(self, policy: Policy, client: TimedClient):
         self.policy = policy
         self.parts = client.parts
-        self.sender = ShmSender(client, self.tensors, rank=0)
+        self.sender = ShmSender(client, self.tensors, is_writer=True)
 
     def tensors(self):
         yield from self.policy.named_tensors()
@@ -121,7 +122,8 @@ async def measure(config: RLConfig, rounds: int) -> None:
     spec = process_spec(config, [], total_batches=1)
     engine = RolloutEngineWorker.options(num_cpus=0).remote(engine_settings(spec))
     started = engine.start.remote()
-    policy = Policy(policy_settings(spec), 0, 1, "", 0, 0)
+    mesh = init_distributed(0, MeshShape(), "", 0, spec.device)
+    policy = Policy(policy_settings(spec), mesh)
     await started
     trainer = Trainer(policy, TimedClient([engine], TIMEOUT_S))
     probe = np.random.default_rng(0).integers(3, WORDS, (PROBE_SEQUENCES, 32 + PROBE_TOKENS)).tolist()

@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from molt.config import AdamConfig, CkptConfig, FsdpConfig, ModelConfig
 from molt.config_sft import SftConfig, SftDataConfig, SftTrainConfig
 from molt.parallel.mesh import init_distributed
+from molt.parallel.shape import MeshShape
 from molt.train.sft import SftRun
 from tests.tiny import char_tokenizer, save_tiny, tiny_qwen3
 
@@ -137,7 +138,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
-    mesh = init_distributed(0, 1, "", 0, torch.device("cpu"))
+    mesh = init_distributed(0, MeshShape(), "", 0, torch.device("cpu"))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder)

@@ -25,6 +25,7 @@ from molt.batch.plan import RankPlan
 from molt.config import RLConfig
 from molt.errors import LostError, ResourceError
 from molt.parallel.mesh import resolve_device
+from molt.parallel.shape import MeshShape
 from molt.report.metrics import merge
 from molt.roles import assign_ranks
 from molt.rollout.agent_host import longest_s
@@ -100,7 +101,7 @@ class Cluster:
             models["ref_logprobs"] = self.reference
         if self.critic is not None:
             models["values"] = self.critic
-        calls = [ranks.infer(plans(ranks=len(ranks.workers)), groups) for ranks in models.values()]
+        calls = [ranks.infer(plans(ranks=ranks.shape.data_ranks), groups) for ranks in models.values()]
         found = await asyncio.gather(*calls)
         return dict(zip(models, found, strict=True))
 
@@ -301,7 +302,12 @@ class _RankPlacement:
         """The ranks of a role, or None if the run does not have it."""
         if role not in self.counts:
             return None
-        return Ranks(partial(_spawn, worker, self.options), self.counts[role], name=role, timeout_s=self.timeout_s)
+        spawn = partial(_spawn, worker, self.options)
+        return Ranks(spawn, self.shape(role), name=role, timeout_s=self.timeout_s)
+
+    def shape(self, role: str) -> MeshShape:
+        """The axes of a model's ranks: all of them hold different shards."""
+        return MeshShape(dp_shard=self.counts[role])
 
 
 def _place_ranks(spec: ProcessSpec, gpus: int) -> _RankPlacement:
@@ -322,7 +328,7 @@ def _place_ranks(spec: ProcessSpec, gpus: int) -> _RankPlacement:
 def _policy_ranks(spec: ProcessSpec, placement: _RankPlacement, engines: list[EngineHandle]) -> PolicyRanks:
     policy = PolicyRanks(
         partial(_spawn, PolicyWorker, placement.options),
-        placement.counts["policy"],
+        placement.shape("policy"),
         name="policy",
         timeout_s=placement.timeout_s,
     )
@@ -360,8 +366,8 @@ def _rank_options(counts: dict[str, int], gpus: int, *, colocated: bool) -> list
     return options
 
 
-def _spawn(worker: ActorClass, options: Sequence[ActorOptions], index: int) -> ActorHandle:
-    return worker.options(**options[index]).remote()
+def _spawn(worker: ActorClass, options: Sequence[ActorOptions], rank: int) -> ActorHandle:
+    return worker.options(**options[rank]).remote()
 
 
 @asynccontextmanager

@@ -106,7 +106,7 @@ async def learn(run: Run) -> None:
         layout = batch_layout(config)
         plans = partial(plan_batch, rollouts, rewards=rewards, group_advantages=group_advantages, **layout)
         inferred = await cluster.infer(plans, samples)
-        plan = plans(ranks=len(cluster.policy.workers), aggregation=config.actor.loss_agg_mode)
+        plan = plans(ranks=cluster.policy.shape.data_ranks, aggregation=config.actor.loss_agg_mode)
         prepared, returns = await cluster.policy.prepare(plan, samples, inferred, run.step, run.kl_coef, run.lineage)
 
         # batch → loss → step

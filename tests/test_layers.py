@@ -136,6 +136,16 @@ def test_devices_are_named_in_three_files(module):
         assert not found, f"{module} names cuda: {found}. Ask parallel/mesh.py for the device instead."
 
 
+@pytest.mark.parametrize("module", INNER)
+def test_collectives_and_rank_numbers_are_the_mesh_s(module):
+    """FSDP and torch's checkpoints call their own; those of molt name the axes they run over."""
+    if _relative(INNER[module]) == "molt/parallel/mesh.py":
+        return
+    assert "torch.distributed" not in _imports(module), f"{module} imports torch.distributed: ask parallel/mesh.py"
+    found = re.findall(r"(?<!from )torch\.distributed\..*|.*\brank (?:==|!=|>) 0.*|.*get_rank.*", _code(INNER[module]))
+    assert not found, f"{module}: {found}. Use `mesh.is_writer`, and a method of the mesh that names its axes."
+
+
 def test_the_rl_path_leaves_out_sft_the_demo_and_the_report_page():
     inside = [_relative(MODULES[name]) for name in modules.rl_path(MODULES)]
     assert not [path for path in inside if NOT_IN_RL_PATH.fullmatch(path)]

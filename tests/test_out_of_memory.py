@@ -8,6 +8,7 @@ import ray
 from ray.exceptions import OutOfMemoryError
 
 from molt.errors import LostError, RankLostError
+from molt.parallel.shape import MeshShape
 from molt.rollout.engine_group import EngineGroup
 from molt.rollout.engine_pool import EnginePool
 from molt.rollout.group_task import GroupTask
@@ -38,7 +39,7 @@ class Handle:
 
 
 def test_a_rank_is_lost():
-    ranks = Ranks(lambda index: Handle(), 2, name="policy", timeout_s=5)
+    ranks = Ranks(lambda rank: Handle(), MeshShape(dp_shard=2), name="policy", timeout_s=5)
 
     async def main():
         await ranks.evidence()

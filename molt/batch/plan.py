@@ -113,10 +113,11 @@ def plan_batch(
     max_tokens: int | None = None,
     packed: bool = False,
 ) -> list[RankPlan]:
-    """One plan per rank. A batch is split *by groups* into optimizer steps; no remainder is dropped.
+    """One plan per data-parallel rank. A batch is split *by groups* into optimizer steps; no remainder is dropped.
 
-    Every rank gets the same number of micro-batches in every step (collectives need equal counts). With `max_tokens`
-    they are filled up to that many tokens instead of with `micro_batch_size` samples, laid out `packed` or padded.
+    ranks: data-parallel ranks; the peers of one (`parallel/shape.py`) share its plan. Every rank gets the same number
+    of micro-batches in every step (collectives need equal counts). With `max_tokens` they are filled up to that many
+    tokens instead of with `micro_batch_size` samples, laid out `packed` or padded.
     """
     plans: list[RankPlan] = [[] for _ in range(ranks)]
     for start in range(0, len(groups), groups_per_step):

@@ -12,7 +12,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -28,7 +27,7 @@ from molt.hub import only_local
 from molt.models import automodel
 from molt.models.causal_lm import CausalLM, ToDisk, decoder_layers
 from molt.models.forward import PolicyModel, ValueModel
-from molt.parallel.mesh import param_dtype
+from molt.parallel.mesh import Mesh, param_dtype
 
 Model = TypeVar("Model", PolicyModel, ValueModel)
 ATTENTIONS = ("varlen", "sdpa", "eager")
@@ -255,7 +254,7 @@ class Prepared:
 def build_policy(
     model_config: ModelConfig,
     fsdp_config: FsdpConfig,
-    mesh: DeviceMesh,
+    mesh: Mesh,
     device: torch.device,
     max_len: int | None = None,
 ) -> PolicyModel:
@@ -275,7 +274,7 @@ def build_policy(
 def build_critic(
     model_config: ModelConfig,
     fsdp_config: FsdpConfig,
-    mesh: DeviceMesh,
+    mesh: Mesh,
     device: torch.device,
     max_len: int | None = None,
 ) -> ValueModel:
@@ -292,7 +291,7 @@ def build_critic(
 
 
 def build_frozen(
-    path: str, fsdp_config: FsdpConfig, mesh: DeviceMesh, device: torch.device, max_len: int | None = None
+    path: str, fsdp_config: FsdpConfig, mesh: Mesh, device: torch.device, max_len: int | None = None
 ) -> PolicyModel:
     """A model that only runs under `torch.no_grad()`: no gradients, weights held in the compute dtype.
 
@@ -328,11 +327,11 @@ def _prepare(
     return Prepared(causal_lm, path, backend)
 
 
-def _place(model: Model, prepared: Prepared, mesh: DeviceMesh, device: torch.device) -> Model:
+def _place(model: Model, prepared: Prepared, mesh: Mesh, device: torch.device) -> Model:
     """Shard the model around the causal LM, read the weights that are not there yet, and move it to the device."""
     # One rank without mixed precision has nothing to shard or cast; FSDP would cost a tiny model 12-32 %. With it a
     # frozen model is wrapped too: FSDP also casts what layers are called with, and a reference computes as the policy.
-    if mesh.size() > 1 or model.compute_dtype != torch.float32:
+    if mesh.size > 1 or model.compute_dtype != torch.float32:
         shard(model, decoder_layers(prepared.causal_lm), mesh)
     prepared.backend.load_weights(prepared.causal_lm, prepared.path, device)
     return model.to(device)
@@ -360,18 +359,18 @@ def _disable_attention_dropout(attention: Any) -> None:
     attention.attention_dropout = 0.0
 
 
-def shard(model: PolicyModel | ValueModel, layers: Sequence[nn.Module], mesh: DeviceMesh) -> None:
-    """FSDP2 over each decoder layer, a scalar head and the root; gradients are summed over ranks in float32."""
+def shard(model: PolicyModel | ValueModel, layers: Sequence[nn.Module], mesh: Mesh) -> None:
+    """FSDP2 over each decoder layer, a scalar head and the root; gradients are summed over `mesh.fsdp` in float32."""
     of_compute_dtype = MixedPrecisionPolicy(param_dtype=model.compute_dtype, reduce_dtype=torch.float32)
     of_float32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
 
     # The root comes last: it holds what no other module holds.
     sharded = []
     for layer in layers:
-        sharded.append(fully_shard(layer, mesh=mesh, mp_policy=of_compute_dtype))
+        sharded.append(fully_shard(layer, mesh=mesh.fsdp, mp_policy=of_compute_dtype))
     if isinstance(model, ValueModel):
-        sharded.append(fully_shard(model.head, mesh=mesh, mp_policy=of_float32))
-    sharded.append(fully_shard(model, mesh=mesh, mp_policy=of_compute_dtype))
+        sharded.append(fully_shard(model.head, mesh=mesh.fsdp, mp_policy=of_float32))
+    sharded.append(fully_shard(model, mesh=mesh.fsdp, mp_policy=of_compute_dtype))
 
     # Neither setting is recursive, and gloo needs the first for the second.
     for module in sharded:

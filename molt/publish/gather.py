@@ -38,7 +38,7 @@ def named_full_tensors(model: PolicyModel, dtype: torch.dtype) -> Iterator[tuple
     for name, tensor in model.causal_lm.state_dict().items():
         if name in aliases:
             continue
-        # All-gather over the fsdp group: every rank, in this order.
+        # All-gather over the axes that shard the tensor: every rank, in this order.
         whole = full_tensor(tensor).detach()
         if name not in buffers:  # a router's correction bias is float32 for a reason
             whole = whole.to(dtype)

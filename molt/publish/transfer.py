@@ -1,6 +1,6 @@
 """The trainer's side of a weight sync: hand named tensors to vLLM's weight-transfer API.
 
-Every policy rank calls `send` (gathering is a collective); the first rank alone talks to the engines through an
+Every policy rank calls `send` (gathering is a collective); the mesh's writer alone talks to the engines through an
 `EngineClient`. Shared memory on a CPU; NCCL across GPUs and CUDA IPC between processes on one GPU through vLLM's
 trainer engines (written against their API in 0.32, not run here: no GPU).
 """
@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from molt.errors import PublicationError
+from molt.parallel.mesh import Mesh
 from molt.publish.proof import checksum
 
 if TYPE_CHECKING:  # vLLM is imported where it is used
@@ -41,7 +42,7 @@ class EngineClient(Protocol):
 
 
 class WeightSender(Protocol):
-    """Sends the weights; returns the checksum of each tensor as sent (empty except on the first rank)."""
+    """Sends the weights; returns the checksum of each tensor as sent (empty except on the writer)."""
 
     def send(self) -> dict[str, int]: ...
 
@@ -52,19 +53,19 @@ class ShmSender:
 
     client: EngineClient
     source: Source
-    rank: int
+    is_writer: bool
 
     def __post_init__(self):
-        if self.rank == 0:
+        if self.is_writer:
             self.client.init_weight_transfer_engine({})
 
     def send(self) -> dict[str, int]:
         """Gather while the engines still generate; they pause only after that."""
         tensors: dict[str, torch.Tensor] = {}
         for name, tensor in self.source():  # every rank iterates: the gather is a collective
-            if self.rank == 0:
+            if self.is_writer:
                 tensors[name] = tensor.contiguous()
-        if self.rank > 0:
+        if not self.is_writer:
             return {}
 
         checksums = {name: checksum(tensor) for name, tensor in tensors.items()}
@@ -92,13 +93,13 @@ class ShmSender:
 class VllmSender:
     """NCCL or CUDA IPC through vLLM's trainer engine. Not run here: no GPU."""
 
-    def __init__(self, backend: str, client: EngineClient, source: Source, rank: int, engine_workers: int):
+    def __init__(self, backend: str, client: EngineClient, source: Source, mesh: Mesh, engine_workers: int):
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-        self.rank = rank
+        self.is_writer = mesh.is_writer
         self.source = _recording_source(source)
         self.engine = WeightTransferTrainerFactory.trainer_init(
-            _init_info(backend, rank, engine_workers),
+            _init_info(backend, mesh.rank, engine_workers),
             client=client,
             source=self.source,
         )
@@ -106,7 +107,7 @@ class VllmSender:
     def send(self) -> dict[str, int]:
         self.source.checksums.clear()
         self.engine.send_weights()
-        if self.rank > 0:
+        if not self.is_writer:
             return {}
         return dict(self.source.checksums)
 
@@ -144,8 +145,10 @@ def _recording_source(source: Source):
     return RecordingSource()
 
 
-def build_sender(backend: str, *, client: EngineClient, source: Source, rank: int, engine_workers: int) -> WeightSender:
+def build_sender(
+    backend: str, *, client: EngineClient, source: Source, mesh: Mesh, engine_workers: int
+) -> WeightSender:
     """The sender of a back end (`shm`, `nccl`, `ipc`); every policy rank builds one."""
     if backend == "shm":
-        return ShmSender(client, source, rank)
-    return VllmSender(backend, client, source, rank, engine_workers)
+        return ShmSender(client, source, mesh.is_writer)
+    return VllmSender(backend, client, source, mesh, engine_workers)

@@ -4,7 +4,7 @@
         model/                      sharded parameters and optimizer state (torch.distributed.checkpoint)
         trainer.json                optimizer steps, skipped ones included
         breaker.json                RL: gradient norms of the last steps taken
-        rng_00000.pt                random state, one per rank
+        rng_00000.pt                random state, one per data-parallel rank
         extra.json, ...             whatever the owner of the checkpoint adds (position in the data, buffer)
         manifest.json               written last: every file with its size
 
@@ -29,11 +29,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
@@ -44,6 +42,8 @@ from transformers import PreTrainedTokenizerBase
 from molt.checkpoint_files import FORMAT, NUMBER, read_json, require_known_format, write_json
 from molt.errors import CheckpointError
 from molt.models.forward import PolicyModel
+from molt.parallel.mesh import Mesh, SavingGroup
+from molt.parallel.shape import ALL_AXES
 from molt.publish.gather import named_full_tensors
 from molt.train.optimizer import place
 
@@ -67,23 +67,31 @@ def begin(directory: Path, step: int) -> Path:
 
 
 def write_part(
-    tmp: Path, model: nn.Module, optimizer: Optimizer, scheduler: LambdaLR, group: ProcessGroup, background: bool
+    tmp: Path,
+    model: nn.Module,
+    optimizer: Optimizer,
+    scheduler: LambdaLR,
+    *,
+    mesh: Mesh,
+    group: SavingGroup,
+    background: bool,
 ) -> Future:
     """Write what the training ranks hold. Every rank calls it, with the same directory on a shared disk.
 
-    group: used for nothing but saves, one at a time. background: return as soon as the state is copied to host
-    memory; pass the future to `written` to know that rank's part is on disk. Rank 0's is the last one.
+    group: `mesh.saving_group()`, used for nothing but saves, one at a time. background: return as soon as the state is
+    copied to host memory; pass the future to `written` to know that rank's part is on disk. Rank 0's is the last one.
     Raises `CheckpointError` when the disk does not take it.
     """
     tensors = _tensors(model, optimizer)
     needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     with failing(tmp, needed=needed):
         tmp.mkdir(exist_ok=True)
-        _write_random_state(_random_state_path(tmp))
-        if dist.get_rank() == 0:
+        if mesh.is_first_peer:  # peers draw the same numbers
+            _write_random_state(_random_state_path(tmp, mesh))
+        if mesh.is_writer:
             write_json(tmp / "trainer.json", {"optimizer_steps": scheduler.last_epoch})
 
-        # Collectives on `group`: every rank. They also remove duplicates of replicated tensors.
+        # Collectives on `group`, over all axes: every rank. They also remove duplicates of replicated tensors.
         if background:
             saving = async_save(tensors, checkpoint_id=tmp / "model", process_group=group)
             assert isinstance(saving, Future)  # a pair of futures only where the caller picks a stager
@@ -94,9 +102,9 @@ def write_part(
         return done
 
 
-def _random_state_path(folder: Path) -> Path:
-    """The file of this rank."""
-    return folder / f"rng_{dist.get_rank():05d}.pt"
+def _random_state_path(folder: Path, mesh: Mesh) -> Path:
+    """The file of this rank and its peers."""
+    return folder / f"rng_{mesh.data_rank:05d}.pt"
 
 
 def _write_random_state(path: Path) -> None:
@@ -330,7 +338,9 @@ def require_same_run(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any
         )
 
 
-def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer, scheduler: LambdaLR, part: str = ".") -> None:
+def load_checkpoint(
+    path: Path, model: nn.Module, optimizer: Optimizer, scheduler: LambdaLR, *, mesh: Mesh, part: str = "."
+) -> None:
     """Restore everything in place. Every rank calls it.
 
     part: the folder that holds this model. The number of ranks may differ from the one that saved. Raises
@@ -347,7 +357,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer, schedule
         )
     trainer = read_json(folder / "trainer.json")
     try:
-        # Collective on the default group: every rank. Tensors are filled in place.
+        # Collectives over all axes: every rank. Tensors are filled in place.
         load(_tensors(model, optimizer), checkpoint_id=folder / "model")
     except (CheckpointException, RuntimeError, ValueError) as error:
         last_line = str(error).strip().splitlines()[-1]
@@ -361,7 +371,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer, schedule
     if steps is None:
         steps = _steps_of_optimizer(optimizer)
     place(scheduler, steps)
-    _read_random_state(_random_state_path(folder))
+    _read_random_state(_random_state_path(folder, mesh))
 
 
 def _steps_of_optimizer(optimizer: Optimizer) -> int:
@@ -385,15 +395,15 @@ def _tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     return tensors
 
 
-def export_hf(model: nn.Module, tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
+def export_hf(model: nn.Module, tokenizer: PreTrainedTokenizerBase, path: Path, mesh: Mesh) -> None:
     """Write the model as `from_pretrained` loads it: safetensors in the compute dtype, configuration, tokenizer.
 
-    model: a `PolicyModel`. Every rank calls it; rank 0 writes. Files are written aside and moved in; `config.json`
-    leaves first and comes last, so a directory that loads is complete.
+    model: a `PolicyModel`. Every rank calls it; the mesh's writer writes. Files are written aside and moved in;
+    `config.json` leaves first and comes last, so a directory that loads is complete.
     """
     assert isinstance(model, PolicyModel)
     tmp = path / ".export.tmp"
-    if dist.get_rank() == 0:
+    if mesh.is_writer:
         shutil.rmtree(tmp, ignore_errors=True)
         tmp.mkdir(parents=True)
         _write_weights(model, tmp)
@@ -401,7 +411,7 @@ def export_hf(model: nn.Module, tokenizer: PreTrainedTokenizerBase, path: Path) 
         _move_in(tmp, path)
     else:
         _gather_only(model)
-    dist.barrier()  # default group, every rank: the export exists when anyone returns
+    mesh.barrier(*ALL_AXES)  # every rank: the export exists when anyone returns
 
 
 def _gather_only(model: PolicyModel) -> None:

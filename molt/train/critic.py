@@ -11,7 +11,8 @@ from molt.batch.plan import RankPlan, SampleTask
 from molt.config import CriticConfig, FsdpConfig, TrainConfig
 from molt.models.build import build_critic
 from molt.models.forward import ValueModel
-from molt.parallel.mesh import all_reduce_sums, init_distributed, resolve_device, seed
+from molt.parallel.mesh import Mesh, seed
+from molt.parallel.shape import DATA_AXES
 from molt.report.metrics import merge
 from molt.train.inference import Samples, TokenArrays, infer, lay_out, sample_of, tasks_of, values_forward
 from molt.train.trained import Trained
@@ -55,15 +56,13 @@ class CriticMicroBatch:
 class Critic(Trained[ValueModel]):
     """Value model, optimizer and schedule of one rank. Every method but `written` is collective: all ranks call it."""
 
-    def __init__(self, settings: CriticSettings, rank: int, world_size: int, address: str, port: int, local_rank: int):
+    def __init__(self, settings: CriticSettings, mesh: Mesh):
         seed(settings.train.seed, deterministic=settings.train.full_determinism_enable)
-        device = resolve_device(settings.fsdp.device, local_rank)
-        mesh = init_distributed(rank, world_size, address, port, device)
         super().__init__(
-            build_critic(settings.critic, settings.fsdp, mesh, device, settings.max_len),
+            build_critic(settings.critic, settings.fsdp, mesh, mesh.device, settings.max_len),
             settings.critic,
             settings.total_steps,
-            device,
+            mesh,
             part="critic",
             spike_factor=settings.train.grad_spike_factor,
         )
@@ -109,9 +108,9 @@ class Critic(Trained[ValueModel]):
                 torch.tensor(self.old_values[task.at]),
                 torch.tensor(sample_of(self.samples, task).mask),
             )
-        # Collective on the default group: every rank, once per training batch.
-        all_reduced = all_reduce_sums(sums.to(self.device))
-        return explained_variance(all_reduced)
+        # Collective over the data-parallel axes: every rank, once per training batch.
+        sums_of_batch = self.mesh.sum(sums.to(self.device), *DATA_AXES)
+        return explained_variance(sums_of_batch)
 
     def _micro_batch(self, tasks: list[SampleTask], returns: TokenArrays) -> CriticMicroBatch | None:
         """None for one that only other ranks have."""

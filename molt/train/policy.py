@@ -23,7 +23,7 @@ from molt.batch.plan import RankPlan, SampleTask
 from molt.config import ActorConfig, AlgoConfig, FsdpConfig, TrainConfig
 from molt.models.build import build_policy
 from molt.models.forward import PolicyModel
-from molt.parallel.mesh import init_distributed, resolve_device, seed
+from molt.parallel.mesh import Mesh, seed
 from molt.publish.gather import named_full_tensors
 from molt.report.metrics import merge
 from molt.train.checkpoint import export_hf
@@ -84,15 +84,13 @@ class PolicyMicroBatch:
 class Policy(Trained[PolicyModel]):
     """Model, optimizer and schedule of one rank. Every method but `written` is collective: all ranks call it."""
 
-    def __init__(self, settings: PolicySettings, rank: int, world_size: int, address: str, port: int, local_rank: int):
+    def __init__(self, settings: PolicySettings, mesh: Mesh):
         seed(settings.train.seed, deterministic=settings.train.full_determinism_enable)
-        device = resolve_device(settings.fsdp.device, local_rank)
-        mesh = init_distributed(rank, world_size, address, port, device)
         super().__init__(
-            build_policy(settings.actor, settings.fsdp, mesh, device, settings.max_len),
+            build_policy(settings.actor, settings.fsdp, mesh, mesh.device, settings.max_len),
             settings.actor,
             settings.total_steps,
-            device,
+            mesh,
             part=".",
             spike_factor=settings.train.grad_spike_factor,
         )
@@ -155,7 +153,7 @@ class Policy(Trained[PolicyModel]):
 
     def export(self, tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
         """Write the model as `from_pretrained` loads it."""
-        export_hf(self.model, tokenizer, path)
+        export_hf(self.model, tokenizer, path, self.mesh)
 
     def _old_logprobs(self, plan: RankPlan, samples: Samples) -> TokenArrays:
         """Log-probs at the weights that the batch starts with, for the steps that run at other weights."""
@@ -175,7 +173,7 @@ class Policy(Trained[PolicyModel]):
             ref_logprobs=inferred.get("ref_logprobs", {}),
             values=inferred.get("values", {}),
         )
-        return token_advantages(self.algorithm, inputs, kl_coef=self.kl_coef, device=self.device)
+        return token_advantages(self.algorithm, inputs, kl_coef=self.kl_coef, mesh=self.mesh)
 
     def _micro_batch(
         self,

@@ -52,7 +52,7 @@ class CriticWorker(TrainedWorker[Critic]):
         return None, self.model.infer(plan, fetch(groups))
 
     def train(self, returns: list[ray.ObjectRef]) -> dict[str, Metric]:
-        """returns: `TokenArrays` of each policy rank."""
+        """returns: `TokenArrays` of each data-parallel rank of the policy."""
         return self.model.train(fetch_arrays(returns))
 
 
@@ -66,7 +66,7 @@ class PolicyWorker(TrainedWorker[Policy]):
             backend,
             client=RayEngineClient(engines, timeout_s),
             source=self.model.named_tensors,
-            rank=self.rank,
+            mesh=self.model.mesh,
             engine_workers=engine_workers,
         )
 
@@ -171,18 +171,18 @@ class PolicyRanks(Ranks):
     ) -> tuple[dict[str, Metric], list[ray.ObjectRef]]:
         """Everything that a batch needs before its first step.
 
-        inferred: reference log-probs and values, where they are needed. Returns the metrics of all ranks, and the
-        returns that a critic learns, one `TokenArrays` of each rank.
+        inferred: reference log-probs and values, where they are needed. Returns the metrics of all data-parallel
+        ranks, and the returns that a critic learns, one `TokenArrays` of each.
         """
         calls = []
-        for worker, plan in zip(self.workers, plans, strict=True):
+        for worker, plan in self.with_plans(plans):
             prepare = worker.prepare.options(num_returns=2)
             calls.append(prepare.remote(plan, groups_of(plan, groups), inferred, batches_trained, kl_coef, lineage))
         metrics, returns = await self.light_and_heavy(calls)
         return merge(metrics), returns
 
     async def send_weights(self) -> dict[str, int]:
-        """All ranks gather; the first one sends and answers with the checksum of every tensor."""
+        """All ranks gather; the writer, rank 0, sends and answers with the checksum of every tensor."""
         checksums, *_ = await self.all([worker.send_weights.remote() for worker in self.workers])
         return checksums
 
@@ -192,5 +192,5 @@ class PolicyRanks(Ranks):
         return logprobs
 
     async def export(self, model: str, chat_template: str | None, path: Path) -> None:
-        """All ranks gather; the first one writes a directory for `from_pretrained`."""
+        """All ranks gather; the writer writes a directory for `from_pretrained`."""
         await self.all([worker.export.remote(model, chat_template, path) for worker in self.workers])

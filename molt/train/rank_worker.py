@@ -5,15 +5,18 @@ Heavy per-token arrays (`TokenArrays`) go from rank to rank by reference: a meth
 
 import asyncio
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
 from molt.batch.plan import RankPlan
+from molt.config import FsdpConfig
 from molt.errors import MoltError, RankLostError
+from molt.parallel.mesh import Mesh, init_distributed, resolve_device
+from molt.parallel.shape import MeshShape
 from molt.report.metrics import merge
 from molt.train.breaker import Evidence, merge_evidence
 from molt.train.inference import Samples, TokenArrays, tasks_of
@@ -21,9 +24,10 @@ from molt.train.trained import Trained
 from molt.types import Metric
 
 TokenArrayRefs = dict[str, list[ray.ObjectRef]]
-"""By name (`ref_logprobs`, `values`), one `TokenArrays` of each rank that made them."""
+"""By name (`ref_logprobs`, `values`), one `TokenArrays` of each data-parallel rank that made them."""
 GroupRefs = dict[int, ray.ObjectRef]
 """Samples of groups, `list[list[Sample]]` by rollout and segment, by index in the batch."""
+T = TypeVar("T")
 ModelT = TypeVar("ModelT")
 TrainedT = TypeVar("TrainedT", bound=Trained[Any])
 
@@ -33,11 +37,21 @@ PEER_S = 5.0
 """For a death to be known after a rank failed for it."""
 
 
+class RankSettings(Protocol):
+    """What the settings of every model say."""
+
+    @property
+    def fsdp(self) -> FsdpConfig: ...
+
+
+Build = Callable[[Any, Mesh], ModelT]
+"""A model of one rank, from its settings and the rank's mesh."""
+
+
 class RankWorker(Generic[ModelT]):
     """One rank. Methods run one after another, in the order the driver calls them."""
 
     model: ModelT
-    rank: int
 
     def address(self) -> tuple[str, int]:
         """A host and free port where the ranks can meet; the driver calls it on rank 0."""
@@ -48,17 +62,18 @@ class RankWorker(Generic[ModelT]):
 
     def start(
         self,
-        build: Callable[..., ModelT],
-        settings: Any,
+        build: Build[ModelT],
+        settings: RankSettings,
         rank: int,
-        world_size: int,
+        shape: MeshShape,
         address: str,
         port: int,
         local_rank: int,
     ) -> None:
-        """Build the model; returns when all ranks have. settings: what `build` takes first."""
-        self.model = build(settings, rank, world_size, address, port, local_rank)
-        self.rank = rank
+        """Meet the other ranks and build the model; returns when all have."""
+        device = resolve_device(settings.fsdp.device, local_rank)
+        mesh = init_distributed(rank, shape, address, port, device)
+        self.model = build(settings, mesh)
 
 
 class TrainedWorker(RankWorker[TrainedT]):
@@ -104,16 +119,18 @@ def groups_of(plan: RankPlan, groups: Sequence[ray.ObjectRef]) -> GroupRefs:
 class Ranks:
     """All ranks of one model: every call reaches each of them and waits for all, within a deadline.
 
-    `spawn(index)` starts the process of a rank; together they are replaced when one is lost.
+    `spawn(rank)` starts the process of a rank; together they are replaced when one is lost. The ranks of one
+    data-parallel rank, peers, get the same plan, and the first of them answers for all where they say the same.
     """
 
-    def __init__(self, spawn: Callable[[int], Any], count: int, *, name: str, timeout_s: float):
+    def __init__(self, spawn: Callable[[int], Any], shape: MeshShape, *, name: str, timeout_s: float):
         self.spawn = spawn
+        self.shape = shape
         self.name = name
         self.timeout_s = timeout_s
-        self.workers = [spawn(index) for index in range(count)]
+        self.workers = [spawn(rank) for rank in range(shape.world_size)]
 
-    async def start(self, build: Callable[..., Any], settings: Any) -> None:
+    async def start(self, build: Build[Any], settings: RankSettings) -> None:
         """Every rank joins the process group at the first one's address and loads its shard."""
         self.build = build
         self.settings = settings
@@ -126,28 +143,29 @@ class Ranks:
         for rank, worker in enumerate(self.workers):
             # Ray shows each actor only its GPU, so every rank is local rank 0.
             local_rank = 0
-            calls.append(worker.start.remote(build, settings, rank, len(self.workers), address, port, local_rank))
+            calls.append(worker.start.remote(build, settings, rank, self.shape, address, port, local_rank))
         await self.all(calls)
 
     async def restart(self) -> None:
         """Replace all ranks by new ones, with the weights they first had; the caller loads a checkpoint."""
         for worker in self.workers:
             ray.kill(worker)
-        self.workers = [self.spawn(index) for index in range(len(self.workers))]
+        self.workers = [self.spawn(rank) for rank in range(self.shape.world_size)]
         await self.start(self.build, self.settings)
 
     async def infer(self, plans: Sequence[RankPlan], groups: Sequence[ray.ObjectRef]) -> list[ray.ObjectRef]:
-        """Log-probs or values: one `TokenArrays` per rank, for the samples of its plan."""
+        """Log-probs or values: one `TokenArrays` per data-parallel rank, for the samples of its plan."""
         calls = []
-        for worker, plan in zip(self.workers, plans, strict=True):
+        for worker, plan in self.with_plans(plans):
             calls.append(worker.infer.options(num_returns=2).remote(plan, groups_of(plan, groups)))
         _, arrays = await self.light_and_heavy(calls)
         return arrays
 
     async def train(self, *args: Any) -> dict[str, Metric]:
-        """The steps of the batch that the ranks have; the merged metrics of all ranks."""
-        # What a step reduced over ranks is the same on each of them; the rest is a rank's share.
-        return merge(await self.all([worker.train.remote(*args) for worker in self.workers]))
+        """The steps of the batch that the ranks have; the merged metrics of all data-parallel ranks."""
+        metrics = await self.all([worker.train.remote(*args) for worker in self.workers])
+        # What a step reduced over ranks is the same on each of them; the rest is a data-parallel rank's share.
+        return merge(self.of_first_peers(metrics))
 
     async def save(self, tmp: Path, background: bool) -> None:
         """Every rank's part of a checkpoint; with `background` it is on disk when `written` returns."""
@@ -165,14 +183,24 @@ class Ranks:
         """The steps that were skipped since this was called last, of all ranks together."""
         return merge_evidence(await self.all([worker.evidence.remote() for worker in self.workers]))
 
+    def with_plans(self, plans: Sequence[RankPlan]) -> Iterator[tuple[Any, RankPlan]]:
+        """Every rank with the plan of its data-parallel rank. plans: one per data-parallel rank."""
+        assert len(plans) == self.shape.data_ranks, "a batch is planned for the data-parallel ranks"
+        for rank, worker in enumerate(self.workers):
+            yield worker, plans[self.shape.data_rank(rank)]
+
+    def of_first_peers(self, of_ranks: Sequence[T]) -> list[T]:
+        """One value per data-parallel rank, from one per rank: its peers have the same, which counts once."""
+        return [value for rank, value in enumerate(of_ranks) if self.shape.is_first_peer(rank)]
+
     async def light_and_heavy(self, calls: Sequence[Sequence[ray.ObjectRef]]) -> tuple[list[Any], list[ray.ObjectRef]]:
-        """The first values that methods with two return, and references to the second ones."""
+        """The first values that methods with two return, and references to the second ones, per data-parallel rank."""
         light = []
         heavy = []
         for light_ref, heavy_ref in calls:
             light.append(light_ref)
             heavy.append(heavy_ref)
-        return await self.all(light), heavy
+        return self.of_first_peers(await self.all(light)), self.of_first_peers(heavy)
 
     async def all(self, calls: list[ray.ObjectRef]) -> list[Any]:
         """What every rank answers. Raises `RankLostError` when one is dead or silent, else what one raised."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from molt.batch.plan import RankPlan
 from molt.config import FsdpConfig
 from molt.models.build import build_frozen
-from molt.parallel.mesh import init_distributed, resolve_device
+from molt.parallel.mesh import Mesh
 from molt.train.inference import Samples, TokenArrays, infer, logprobs_forward
 
 
@@ -23,13 +23,9 @@ class ReferenceSettings:
 class Reference:
     """A model without optimizer. Its methods are collective: all ranks call them."""
 
-    def __init__(
-        self, settings: ReferenceSettings, rank: int, world_size: int, address: str, port: int, local_rank: int
-    ):
+    def __init__(self, settings: ReferenceSettings, mesh: Mesh):
         self.settings = settings
-        device = resolve_device(settings.fsdp.device, local_rank)
-        mesh = init_distributed(rank, world_size, address, port, device)
-        self.model = build_frozen(settings.model, settings.fsdp, mesh, device, settings.max_len)
+        self.model = build_frozen(settings.model, settings.fsdp, mesh, mesh.device, settings.max_len)
 
     def infer(self, plan: RankPlan, samples: Samples) -> TokenArrays:
         """Log-probs of the trained tokens of a training batch."""

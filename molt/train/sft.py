@@ -20,9 +20,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from molt.algo.reduce import token_weights
 from molt.batch.collate import Batch, collate, scatter
@@ -34,7 +32,8 @@ from molt.data.conversations import Conversation, build_conversations
 from molt.data.mixture import EpochOrder
 from molt.data.rows import load_rows
 from molt.models.build import build_policy
-from molt.parallel.mesh import all_reduce_sums, init_distributed, resolve_device, saving_group, single_threaded_on_cpu
+from molt.parallel.mesh import Mesh, init_distributed, resolve_device, single_threaded_on_cpu
+from molt.parallel.shape import ALL_AXES, DATA_AXES, MeshShape
 from molt.report.metrics import values
 from molt.report.sinks import RunLog
 from molt.train.checkpoint import (
@@ -101,13 +100,14 @@ def run_sft(config: SftConfig, settings: str = "") -> None:
     device = resolve_device(config.fsdp.device, place.local_rank)
     single_threaded_on_cpu(device)
     torch.manual_seed(config.train.seed)
-    mesh = init_distributed(place.rank, place.world_size, place.address, place.port, device)
+    shape = MeshShape(dp_shard=place.world_size)
+    mesh = init_distributed(place.rank, shape, place.address, place.port, device)
     try:
         run = SftRun(config, mesh, device, settings)
         with Termination() as termination:
             run.train(termination)
     finally:
-        dist.destroy_process_group()
+        mesh.close()
 
 
 class Termination:
@@ -124,11 +124,11 @@ class Termination:
     def __exit__(self, *_: object) -> None:
         signal.signal(signal.SIGTERM, self._before)
 
-    def anywhere(self, device: torch.device) -> bool:
+    def anywhere(self, mesh: Mesh) -> bool:
         """Whether any rank was signalled."""
-        signalled = torch.tensor(float(self.signalled), device=device)
-        # Collective on the default group: every rank, once per step. Ranks are signalled at different moments.
-        return all_reduce_sums(signalled).item() > 0
+        signalled = torch.tensor(float(self.signalled), device=mesh.device)
+        # Collective over all axes: every rank, once per step. Ranks are signalled at different moments.
+        return mesh.sum(signalled, *ALL_AXES).item() > 0
 
 
 @dataclass(frozen=True)
@@ -145,12 +145,11 @@ class Dataset:
 class SftRun:
     """Model, optimizer and data of one rank. Every method is collective: all ranks call it."""
 
-    def __init__(self, config: SftConfig, mesh: DeviceMesh, device: torch.device, settings: str = ""):
+    def __init__(self, config: SftConfig, mesh: Mesh, device: torch.device, settings: str = ""):
         self.config = config
         self.device = device
         self.settings = settings
-        self.rank = mesh.get_rank()
-        self.world_size = mesh.size()
+        self.mesh = mesh
         self._load_data()
         self.steps_per_epoch = -(-len(self.order) // config.train.batch_size)
         self.total_steps = self.steps_per_epoch * config.train.max_epochs
@@ -160,7 +159,7 @@ class SftRun:
         self.model = build_policy(config.model, config.fsdp, mesh, device, config.data.max_len)
         self.optimizer = build_optimizer(self.model, config)
         self.scheduler = build_scheduler(self.optimizer, config, self.total_steps)
-        self.saving = saving_group()
+        self.saving = mesh.saving_group()
         self.writing: Future | None = None
         """The checkpoint that is being written; one at a time."""
 
@@ -202,7 +201,7 @@ class SftRun:
         """All steps from the newest checkpoint on. A checkpoint that was begun is completed, whatever happens."""
         with ThreadPoolExecutor(1) as self.writer:
             start = self._resume()
-            log = self._open_log(start) if self.rank == 0 else None
+            log = self._open_log(start) if self.mesh.is_writer else None
             self._train(start, log, termination)
             if log:
                 log.close()
@@ -220,7 +219,7 @@ class SftRun:
             if self.writing is not None and self.writing.done():
                 self._settle()
 
-            terminated = termination.anywhere(self.device)
+            terminated = termination.anywhere(self.mesh)
             if terminated or (ckpt.save_steps > 0 and step % ckpt.save_steps == 0):
                 self._save(step)
                 saved = step
@@ -232,10 +231,10 @@ class SftRun:
             self._save(self.total_steps)
         self._settle()
         if not ckpt.disable_final_save:
-            export_hf(self.model, self.tokenizer, ckpt.output_dir)
+            export_hf(self.model, self.tokenizer, ckpt.output_dir, self.mesh)
 
     def evaluate(self) -> float:
-        """Mean loss per trained token of the held-out conversations, over all ranks."""
+        """Mean loss per trained token of the held-out conversations, over all data-parallel ranks."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         with torch.no_grad():
             for micro_batch in self._micro_batches(self.held_out):
@@ -247,8 +246,8 @@ class SftRun:
                 logprobs, _ = self.model(micro_batch.batch, needed=mask)
                 loss = -(logprobs * mask).sum().double()
                 sums += torch.stack([loss, mask.sum().double()])
-        # Collective on the default group: every rank.
-        loss, tokens = all_reduce_sums(sums).tolist()
+        # Collective over the data-parallel axes: every rank.
+        loss, tokens = self.mesh.sum(sums, *DATA_AXES).tolist()
         return loss / tokens
 
     def _open_log(self, start: int) -> RunLog:
@@ -272,6 +271,7 @@ class SftRun:
             self.scheduler,
             self._micro_batches(chosen),
             negative_log_likelihood,
+            mesh=self.mesh,
             max_norm=self.config.max_norm,
         )
         tokens = sum(len(conversation.token_ids) for conversation in chosen)
@@ -286,11 +286,11 @@ class SftRun:
         return [self.conversations[row] for row in rows]
 
     def _micro_batches(self, chosen: Sequence[Conversation]) -> list[SftMicroBatch | None]:
-        """This rank's share of a step batch; None where only other ranks have a micro-batch left."""
+        """The data-parallel rank's share of a step batch; None where only other ranks have a micro-batch left."""
         train = self.config.train
         lengths = [len(conversation.token_ids) for conversation in chosen]
         of_ranks = micro_batches(
-            partition(lengths, self.world_size),
+            partition(lengths, self.mesh.data_ranks),
             lengths,
             size=train.micro_batch_size,
             max_tokens=train.max_tokens_per_gpu,
@@ -299,7 +299,7 @@ class SftRun:
         weights = token_weights([int(conversation.mask.sum()) for conversation in chosen])
 
         made: list[SftMicroBatch | None] = []
-        for indices in of_ranks[self.rank]:
+        for indices in of_ranks[self.mesh.data_rank]:
             if not indices:
                 made.append(None)
                 continue
@@ -346,46 +346,47 @@ class SftRun:
         if path is None:
             return 0
         require_same_run(path, read_json(path / "extra.json")["data"], self._identity())
-        load_checkpoint(path, self.model, self.optimizer, self.scheduler)
+        load_checkpoint(path, self.model, self.optimizer, self.scheduler, mesh=self.mesh)
         return checkpoint_step(path)
 
     def _save(self, step: int) -> None:
-        """A checkpoint, owned by rank 0. With `ckpt.async_save` it is written while training goes on."""
+        """A checkpoint, owned by the writer. With `ckpt.async_save` it is written while training goes on."""
         self._settle()
         ckpt = self.config.ckpt
         tmp = temporary(ckpt.checkpoints, step)
         with self._reporting(tmp):
-            if self.rank == 0:
+            if self.mesh.is_writer:
                 begin(ckpt.checkpoints, step)
-            dist.barrier()  # default group, every rank: nobody writes before the directory is empty
+            self.mesh.barrier(*ALL_AXES)  # every rank: nobody writes before the directory is empty
             part = write_part(
                 tmp,
                 self.model,
                 self.optimizer,
                 self.scheduler,
+                mesh=self.mesh,
                 group=self.saving,
                 background=ckpt.async_save,
             )
             if ckpt.save_hf:
-                export_hf(self.model, self.tokenizer, tmp / "hf")
+                export_hf(self.model, self.tokenizer, tmp / "hf", self.mesh)
         extra = {"step": step, "data": self._identity()}
         self.writing = self.writer.submit(self._commit, tmp, part, extra)
         if not ckpt.async_save:
             self._settle()
 
     def _commit(self, tmp: Path, part: Future, extra: Mapping[str, Any]) -> None:
-        """Wait for this rank's part, the last of which is rank 0's; it then finishes the checkpoint."""
+        """Wait for this rank's part, the last of which is the writer's, rank 0; it then finishes the checkpoint."""
         ckpt = self.config.ckpt
         with self._reporting(tmp):
             written(tmp, part)
-            if self.rank == 0:
+            if self.mesh.is_writer:
                 write_json(tmp / "extra.json", extra)
                 commit(tmp)
                 prune(ckpt.checkpoints, ckpt.max_num, ckpt.max_mem * 2**30)
 
     def _reporting(self, tmp: Path) -> AbstractContextManager[None]:
-        """Raises `CheckpointError` for what a disk does; the owner, rank 0, also removes what was written."""
-        if self.rank == 0:
+        """Raises `CheckpointError` for what a disk does; the owner, the writer, also removes what was written."""
+        if self.mesh.is_writer:
             return removing(tmp)
         return failing(tmp)
 

@@ -1,7 +1,8 @@
 """The optimizer step: one accumulation loop for policy, critic and SFT.
 
-The loss of a micro-batch is already `sum(weight * loss_t)` with weights of the whole step batch, over all ranks. So
-gradients are added, over micro-batches and over ranks, and nothing divides.
+The loss of a micro-batch is already `sum(weight * loss_t)` with weights of the whole step batch, over all data-parallel
+ranks. So gradients are added, over micro-batches and over the mesh's axes, and nothing divides. A number of which
+several ranks have copies counts `1 / copies` on each of them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from molt.batch.collate import Batch, collate
 from molt.errors import TrainingError
-from molt.parallel.mesh import all_reduce_sums, local_shard
+from molt.parallel.mesh import Mesh, local_shard
+from molt.parallel.shape import ALL_AXES
 from molt.report.metrics import merge
 from molt.types import Metric
 
@@ -44,10 +46,11 @@ def optimizer_step(
     micro_batches: Sequence[MicroBatchT | None],
     loss_fn: LossFn[MicroBatchT],
     *,
+    mesh: Mesh,
     max_norm: float,
     spike: float = inf,
 ) -> dict[str, Metric]:
-    """Accumulate, clip, step. Every rank calls it with the same number of micro-batches.
+    """Accumulate, clip, step. Every rank calls it with the same number of micro-batches, and peers with the same ones.
 
     micro_batches: None stands for one that this rank does not have; a dummy of weight 0 runs in its place.
     max_norm: the gradient of all ranks is scaled down to this norm; <= 0 disables it.
@@ -58,9 +61,7 @@ def optimizer_step(
     """
     loss_of_rank, metrics = accumulate(model, optimizer, micro_batches, loss_fn)
     params = [p for p in model.parameters() if p.requires_grad]
-    grads = [local_shard(p.grad) for p in params if p.grad is not None]
-
-    loss, norm = _loss_and_norm(loss_of_rank, grads)
+    loss, norm = _loss_and_norm(loss_of_rank, params, mesh)
     lr = max(group["lr"] for group in optimizer.param_groups)
     metrics |= {
         "train/loss": Metric(loss),
@@ -73,16 +74,17 @@ def optimizer_step(
         raise _refusal(loss, norm, metrics, tensors)
 
     if 0 < max_norm < norm:
-        for grad in grads:
-            grad.mul_(max_norm / norm)
+        for param in params:
+            if param.grad is not None:
+                local_shard(param.grad).mul_(max_norm / norm)
 
     before = _fingerprint(params)
     optimizer.step()
     optimizer.zero_grad()
     scheduler.step()
     moved_on_rank = (before != _fingerprint(params)).any()
-    # Collective on the default group: every rank.
-    moved = all_reduce_sums(moved_on_rank.double()).item()
+    # Collective over all axes: every rank. A shard may stay where it is while another one moves.
+    moved = mesh.sum(moved_on_rank.double(), *ALL_AXES).item()
     if lr > 0 and norm > 0 and not moved:
         raise TrainingError(
             f"a step with learning rate {lr:g} and gradient norm {norm:g} moved no master weight: training would go "
@@ -91,12 +93,29 @@ def optimizer_step(
     return metrics
 
 
-def _loss_and_norm(loss: Tensor, grads: list[Tensor]) -> tuple[float, float]:
-    """The loss and the gradient norm of all ranks. loss: scalar of this rank; grads: its shards."""
-    square = torch.nn.utils.get_total_norm(grads).double() ** 2
-    # Collective on the default group: every rank. Shards are disjoint, so their squared norms add up.
-    total_loss, total_square = all_reduce_sums(torch.stack([loss.double(), square])).tolist()
+def _loss_and_norm(loss: Tensor, params: Sequence[Tensor], mesh: Mesh) -> tuple[float, float]:
+    """The loss and the gradient norm of all ranks. loss: scalar of this rank, which its peers have too."""
+    sums = torch.stack([loss.double() / mesh.shape.peers, _square_of_gradients(params, mesh)])
+    # Collective over all axes: every rank. One sum for both, so that all ranks refuse the same steps.
+    total_loss, total_square = mesh.sum(sums, *ALL_AXES).tolist()
     return total_loss, total_square**0.5
+
+
+def _square_of_gradients(params: Sequence[Tensor], mesh: Mesh) -> Tensor:
+    """float64: this rank's part of the squared norm of all gradients.
+
+    Different shards are disjoint, so their squares add up; each of several copies counts `1 / copies` of it.
+    """
+    grads_by_copies: dict[int, list[Tensor]] = {}
+    for param in params:
+        if param.grad is not None:
+            grads_by_copies.setdefault(mesh.copies(param), []).append(local_shard(param.grad))
+
+    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    for copies, grads in grads_by_copies.items():
+        square = torch.nn.utils.get_total_norm(grads).double() ** 2
+        total += square / copies
+    return total
 
 
 def _refusal(loss: float, norm: float, metrics: dict[str, Metric], tensors: list[str]) -> StepRefusedError:

@@ -10,7 +10,8 @@ from molt.algo.kl import kl_per_token
 from molt.algorithm import Algorithm
 from molt.batch.plan import Place, SampleTask
 from molt.config import KlConfig
-from molt.parallel.mesh import all_reduce_sums
+from molt.parallel.mesh import Mesh
+from molt.parallel.shape import DATA_AXES
 from molt.train.inference import Samples, TokenArrays, sample_of
 from molt.types import Metric
 
@@ -46,11 +47,11 @@ class TokenAdvantages:
 
 
 def token_advantages(
-    algorithm: Algorithm, inputs: AdvantageInputs, *, kl_coef: float, device: torch.device
+    algorithm: Algorithm, inputs: AdvantageInputs, *, kl_coef: float, mesh: Mesh
 ) -> TokenAdvantages:
     """Spread or estimate the advantages, whitened over the training batch of all ranks if the settings say so.
 
-    Every rank calls it once per training batch. device: where ranks add up.
+    Every rank calls it once per training batch, peers with the same samples.
     """
     if algorithm.estimator.level == "group":
         found = _spread(algorithm, inputs)
@@ -59,7 +60,7 @@ def token_advantages(
 
     if algorithm.estimator.whiten and not algorithm.algo.advantage.no_whiten:
         return TokenAdvantages(
-            advantages=_whiten(found.advantages, inputs, device),
+            advantages=_whiten(found.advantages, inputs, mesh),
             returns=found.returns,
             metrics=found.metrics,
         )
@@ -123,12 +124,12 @@ def _kl(settings: KlConfig, inputs: AdvantageInputs, task: SampleTask) -> Tensor
     )
 
 
-def _whiten(advantages: dict[Place, Tensor], inputs: AdvantageInputs, device: torch.device) -> dict[Place, Tensor]:
+def _whiten(advantages: dict[Place, Tensor], inputs: AdvantageInputs, mesh: Mesh) -> dict[Place, Tensor]:
     """Whiten over the trained tokens of all ranks."""
     masks = {task.at: inputs.mask(task) for task in inputs.tasks}
     sums = torch.zeros(3, dtype=torch.float64)
     for at, of_tokens in advantages.items():
         sums = sums + whitening_sums(of_tokens, masks[at])
-    # Collective on the default group: every rank, once per training batch.
-    sums = all_reduce_sums(sums.to(device)).cpu()
+    # Collective over the data-parallel axes: every rank, once per training batch.
+    sums = mesh.sum(sums.to(mesh.device), *DATA_AXES).cpu()
     return {at: whiten(of_tokens, masks[at], sums) for at, of_tokens in advantages.items()}

@@ -6,14 +6,12 @@ from math import isfinite
 from pathlib import Path
 from typing import Generic, TypeVar
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
 from molt.batch.plan import SampleTask
 from molt.checkpoint_files import read_json, write_json
 from molt.config import OptimizerConfig
-from molt.parallel.mesh import saving_group
+from molt.parallel.mesh import Mesh
 from molt.train.breaker import Breaker, Evidence
 from molt.train.checkpoint import failing, load_checkpoint, write_part, written
 from molt.train.optimizer import build_optimizer, build_scheduler, place
@@ -34,7 +32,7 @@ class Trained(Generic[ModelT]):
         model: ModelT,
         config: OptimizerConfig,
         total_steps: int,
-        device: torch.device,
+        mesh: Mesh,
         *,
         part: str,
         spike_factor: float,
@@ -45,11 +43,12 @@ class Trained(Generic[ModelT]):
         """
         self.model = model
         self.config = config
-        self.device = device
+        self.mesh = mesh
+        self.device = mesh.device
         self.part = part
         self.optimizer = build_optimizer(model, config)
         self.scheduler = build_scheduler(self.optimizer, config, total_steps)
-        self.group = saving_group()
+        self.group = mesh.saving_group()
         self.breaker = Breaker(spike_factor)
         self.skipped: list[Evidence] = []
         """Of the steps that were skipped since `evidence` was called."""
@@ -75,6 +74,7 @@ class Trained(Generic[ModelT]):
                 self.scheduler,
                 micro_batches,
                 loss_fn,
+                mesh=self.mesh,
                 max_norm=self.config.max_norm,
                 spike=limit,
             )
@@ -95,7 +95,7 @@ class Trained(Generic[ModelT]):
         place(self.scheduler, self.scheduler.last_epoch + 1)
 
         metrics = {name: metric for name, metric in refused.metrics.items() if isfinite(metric.total)}
-        if dist.get_rank() == 0:  # counts are added up over ranks, and all ranks skipped the same step
+        if self.mesh.is_writer:  # counts are added up over ranks, and all ranks skipped the same step
             metrics["train/skipped_count"] = Metric(1.0)
             metrics[f"train/skipped_{evidence['reason']}_count"] = Metric(1.0)
         return metrics
@@ -113,10 +113,11 @@ class Trained(Generic[ModelT]):
             self.model,
             self.optimizer,
             self.scheduler,
+            mesh=self.mesh,
             group=self.group,
             background=background,
         )
-        if dist.get_rank() == 0:
+        if self.mesh.is_writer:
             with failing(tmp):
                 write_json(tmp / self.part / BREAKER_FILE, {"norms": list(self.breaker.norms)})
 
@@ -127,7 +128,7 @@ class Trained(Generic[ModelT]):
 
     def load(self, path: Path) -> None:
         """Restore everything from a checkpoint."""
-        load_checkpoint(path, self.model, self.optimizer, self.scheduler, part=self.part)
+        load_checkpoint(path, self.model, self.optimizer, self.scheduler, mesh=self.mesh, part=self.part)
         norms = read_json(path / self.part / BREAKER_FILE)["norms"]
         self.breaker.norms.clear()
         self.breaker.norms.extend(norms)

@@ -390,8 +390,8 @@ def test_after_a_publication_the_new_weights_read_the_same_image(vlm_engine, vlm
     save_file(tensors, tmp_path / "new" / "model.safetensors", {"format": "pt"})
     client = RayEngineClient([vlm_engine], timeout_s=60)
     client.init_weight_transfer_engine({})
-    sender = ShmSender(client, lambda: list(tensors.items()), rank=1)  # the first rank would initialise it again
-    sender.rank = 0
+    sender = ShmSender(client, lambda: list(tensors.items()), is_writer=False)  # a writer would initialise it again
+    sender.is_writer = True
     sender.send()
     ray.get(vlm_engine.commit.remote(1), timeout=60)
     ray.get(vlm_engine.resume.remote(), timeout=60)

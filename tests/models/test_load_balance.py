@@ -124,8 +124,8 @@ def gradients(mesh, cases):
     results = {}
     for path, backend, packed in cases:
         model = build(path, mesh, backend, "none" if path.name == "deepseek_v3" else "full")
-        mine = sequences()[mesh.get_rank() :: mesh.size()]
-        for batch in [mine] if mesh.size() == 1 else [mine[:1], mine[1:]]:
+        mine = sequences()[mesh.rank :: mesh.size]
+        for batch in [mine] if mesh.size == 1 else [mine[:1], mine[1:]]:
             logprobs, _, balance = model(collate(batch, packed=packed), balance=True)
             (logprobs.sum() / 100 + balance.sum()).backward()
         results[path.name, backend] = {name: whole(p.grad) for name, p in model.named_parameters()}

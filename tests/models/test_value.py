@@ -11,7 +11,6 @@ from molt.batch.collate import collate, gather
 from molt.config import AdamConfig, FsdpConfig, ModelConfig, OptimizerConfig
 from molt.errors import ConfigError
 from molt.models.build import build_critic, build_frozen, build_policy
-from molt.parallel.mesh import saving_group
 from molt.train.checkpoint import begin, commit, load_checkpoint, write_part
 from molt.train.optimizer import build_optimizer, build_scheduler
 from molt.train.step import accumulate, dummy_batch, optimizer_step
@@ -108,9 +107,9 @@ def on_ranks(mesh, directory, packed, target):
     """By (model, back end): gradients and values of the critic as built, and log-probs of the frozen model. And
     whether a critic is again what it was when a checkpoint is loaded after one more step."""
     results = {}
-    mine = sequences()[mesh.get_rank() :: mesh.size()]
+    mine = sequences()[mesh.rank :: mesh.size]
     # One of the two ranks has a micro-batch less than the other.
-    layout = [mine] if mesh.size() == 1 else [[mine[:1], mine[1:]], [mine, None]][mesh.get_rank()]
+    layout = [mine] if mesh.size == 1 else [[mine[:1], mine[1:]], [mine, None]][mesh.rank]
     batches = [some and collate(some, packed=packed) for some in layout]
     settings = OptimizerConfig(adam=AdamConfig(lr=1e-2))
     for name in ("tied", "moe"):
@@ -125,18 +124,19 @@ def on_ranks(mesh, directory, packed, target):
             with torch.no_grad():
                 logprobs = gather(b := collate(sequences(), packed=packed), frozen(b)[0])
             results[name, backend] = head, grads, logprobs
-    optimizer_step(model, optimizer, scheduler, batches, squares, max_norm=0.0)
-    if mesh.get_rank() == 0:
+    optimizer_step(model, optimizer, scheduler, batches, squares, mesh=mesh, max_norm=0.0)
+    if mesh.rank == 0:
         begin(target, 1)
     torch.distributed.barrier()
-    write_part(target / "step_000001.tmp", model, optimizer, scheduler, saving_group(), background=False)
+    group = mesh.saving_group()
+    write_part(target / "step_000001.tmp", model, optimizer, scheduler, mesh=mesh, group=group, background=False)
     saved = {n: whole(p) for n, p in model.named_parameters()}
-    optimizer_step(model, optimizer, scheduler, batches, squares, max_norm=0.0)
+    optimizer_step(model, optimizer, scheduler, batches, squares, mesh=mesh, max_norm=0.0)
     moved = not torch.equal(saved["head.weight"], whole(model.head.weight))
-    if mesh.get_rank() == 0:
+    if mesh.rank == 0:
         commit(target / "step_000001.tmp")
     torch.distributed.barrier()
-    load_checkpoint(target / "step_000001", model, optimizer, scheduler)
+    load_checkpoint(target / "step_000001", model, optimizer, scheduler, mesh=mesh)
     results["restored"] = moved and all(torch.equal(saved[n], whole(p)) for n, p in model.named_parameters())
     return results
 

@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
+from molt.parallel.mesh import init_distributed
+from molt.parallel.shape import MeshShape
 from molt.publish.proof import checksum
 from molt.publish.transfer import ShmSender, build_sender
 
@@ -39,6 +42,13 @@ class Client:
         self._call("finish")
 
 
+@pytest.fixture
+def mesh():
+    """Of this process alone."""
+    yield init_distributed(0, MeshShape(), "", 0, torch.device("cpu"))
+    dist.destroy_process_group()
+
+
 WEIGHTS = {
     "a.weight": torch.arange(6.0).view(2, 3),
     "b.weight": torch.arange(6.0).view(2, 3).t(),  # not contiguous, as some gathers give them
@@ -47,9 +57,9 @@ WEIGHTS = {
 }
 
 
-def test_engines_read_what_was_sent():
+def test_engines_read_what_was_sent(mesh):
     client = Client()
-    sender = build_sender("shm", client=client, source=WEIGHTS.items, rank=0, engine_workers=1)
+    sender = build_sender("shm", client=client, source=WEIGHTS.items, mesh=mesh, engine_workers=1)
     sums = sender.send()
     assert client.calls == ["init", "start", "update", "finish"]
     assert sums == {name: checksum(tensor) for name, tensor in WEIGHTS.items()}
@@ -62,7 +72,7 @@ def test_engines_read_what_was_sent():
 
 def test_every_send_takes_the_weights_of_that_moment():
     weight, client = torch.zeros(3), Client()
-    sender = ShmSender(client, lambda: [("w", weight)], rank=0)
+    sender = ShmSender(client, lambda: [("w", weight)], is_writer=True)
     first = sender.send()
     weight += 1
     assert sender.send() != first
@@ -78,13 +88,13 @@ def test_the_engines_pause_only_after_the_gather():
             assert client.calls == ["init"]
             yield name, tensor
 
-    ShmSender(client, source, rank=0).send()
+    ShmSender(client, source, is_writer=True).send()
 
 
 @pytest.mark.parametrize("fails_at", ["start", "update", "finish"])
 def test_the_file_is_removed_when_an_engine_fails(fails_at, monkeypatch, tmp_path):
     monkeypatch.setattr("molt.publish.transfer.SHARED_MEMORY", tmp_path)
-    sender = ShmSender(Client(fails_at), WEIGHTS.items, rank=0)
+    sender = ShmSender(Client(fails_at), WEIGHTS.items, is_writer=True)
     with pytest.raises(RuntimeError, match=f"{fails_at} failed"):
         sender.send()
     assert not list(tmp_path.iterdir())
@@ -98,5 +108,5 @@ def test_other_ranks_only_take_part_in_the_gather():
             gathered.append(name)
             yield name, tensor
 
-    assert ShmSender(client, source, rank=1).send() == {}
+    assert ShmSender(client, source, is_writer=False).send() == {}
     assert gathered == list(WEIGHTS) and client.calls == []

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from molt.batch.collate import collate
 from molt.parallel.mesh import init_distributed
+from molt.parallel.shape import MeshShape
 from molt.publish.gather import named_full_tensors
 from molt.publish.proof import compare_probe
 from molt.publish.publication import Publisher
@@ -29,7 +30,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.ray]
 
 @pytest.fixture(scope="module")
 def mesh():
-    yield init_distributed(0, 1, "", 0, CPU)
+    yield init_distributed(0, MeshShape(), "", 0, CPU)
     dist.destroy_process_group()
 
 
@@ -41,7 +42,7 @@ class OneRank:
 
     def step(self, seed: int) -> None:
         batches = micro_batches_of(self.mesh, step_batch(seed), 4, True, None)
-        optimizer_step(self.model, *self.rest, batches, negative_log_likelihood, max_norm=1.0)
+        optimizer_step(self.model, *self.rest, batches, negative_log_likelihood, mesh=self.mesh, max_norm=1.0)
 
     def tensors(self):
         return named_full_tensors(self.model, torch.float32)
@@ -60,7 +61,7 @@ class OneRank:
 def test_trainer_and_engine_agree_on_an_exported_model_and_after_an_update(ray_session, mesh, tmp_path):
     policy = OneRank(save_tiny(tmp_path / "start", tiny_moe("qwen3_moe")), mesh)
     policy.step(0)
-    export_hf(policy.model, char_tokenizer(), tmp_path / "export")
+    export_hf(policy.model, char_tokenizer(), tmp_path / "export", mesh)
     engine = RolloutEngineWorker.options(num_cpus=0).remote(
         EngineSettings(str(tmp_path / "export"), "float32", 256, "cpu")
     )
@@ -77,7 +78,7 @@ def test_trainer_and_engine_agree_on_an_exported_model_and_after_an_update(ray_s
             assert np.abs(turn.logprobs - logprobs[len(prompt) :]).max() < 1e-4
 
         client = RayEngineClient([engine], timeout_s=60)
-        policy.sender = ShmSender(client, policy.tensors, rank=0)
+        policy.sender = ShmSender(client, policy.tensors, is_writer=True)
         engines = EngineGroup([engine], timeout_s=60)
         probe = [ids.tolist() for ids in step_batch(seed=7)[0]]
         publisher = Publisher(policy, engines, probe, bound=1e-4, use_max=True, workers_per_engine=1)

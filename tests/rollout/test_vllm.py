@@ -88,8 +88,8 @@ class Trainer:
 
     def __init__(self, model_dir: str, client):
         self.model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
-        self.sender = ShmSender(client, self.tensors, rank=1)  # the first rank would initialise the engine again
-        self.sender.rank = 0
+        self.sender = ShmSender(client, self.tensors, is_writer=False)  # a writer would initialise the engine again
+        self.sender.is_writer = True
 
     def tensors(self):
         tied = {"lm_head.weight"}

@@ -3,6 +3,7 @@ import torch
 import torch.distributed as dist
 
 from molt.parallel.mesh import init_distributed
+from molt.parallel.shape import MeshShape
 from tests.tiny import save_tiny
 
 torch.set_num_threads(1)
@@ -27,5 +28,5 @@ def either(request):
 @pytest.fixture(scope="module")
 def mesh():
     """A process group of this process alone."""
-    yield init_distributed(0, 1, "", 0, torch.device("cpu"))
+    yield init_distributed(0, MeshShape(), "", 0, torch.device("cpu"))
     dist.destroy_process_group()

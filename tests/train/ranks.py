@@ -16,7 +16,8 @@ from molt.batch.collate import collate, scatter
 from molt.batch.partition import micro_batches, partition
 from molt.config import AdamConfig, FsdpConfig, ModelConfig, OptimizerConfig
 from molt.models.build import build_policy
-from molt.parallel.mesh import init_distributed
+from molt.parallel.mesh import Mesh, init_distributed
+from molt.parallel.shape import MeshShape
 from molt.train.checkpoint import export_hf
 from molt.train.optimizer import build_optimizer, build_scheduler
 from molt.train.sft import SftMicroBatch, negative_log_likelihood
@@ -32,6 +33,18 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def alone() -> Mesh:
+    """A process group of this process; the one that it was in ends."""
+    return meet(0, MeshShape(), 0)
+
+
+def meet(rank: int, shape: MeshShape, port: int) -> Mesh:
+    """The mesh of this process as `rank`; the process group that it was in ends."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return init_distributed(rank, shape, "127.0.0.1", port, CPU, timeout_s=50)
 
 
 def run_ranks(function: Callable, world_size: int, directory: Path, *args: Any, limit_s: float = 60) -> list[Any]:
@@ -55,7 +68,7 @@ def run_ranks(function: Callable, world_size: int, directory: Path, *args: Any, 
 
 def _rank(rank: int, world_size: int, port: int, directory: Path, function: Callable, args: tuple) -> None:
     torch.set_num_threads(1)
-    mesh = init_distributed(rank, world_size, "127.0.0.1", port, CPU, timeout_s=50)
+    mesh = meet(rank, MeshShape(dp_shard=world_size), port)
     torch.save(function(mesh, *args), directory / f"result_{rank}.pt")
     dist.destroy_process_group()
 
@@ -84,13 +97,13 @@ def step_batch(seed: int = 0, lengths=(37, 5, 20, 11, 2, 9, 30)):
 def micro_batches_of(
     mesh, batch, size: int | None, packed: bool, tokens: int | None = None
 ) -> list[SftMicroBatch | None]:
-    """This rank's micro-batches of at most `size` sequences or so many tokens, weighted over all ranks."""
+    """This data-parallel rank's micro-batches of `size` sequences or so many tokens, weighted over all ranks."""
     token_ids, masks = batch
     weights = token_weights([int(mask.sum()) for mask in masks])
     lengths = [len(ids) for ids in token_ids]
-    shares = partition(lengths, mesh.size())
+    shares = partition(lengths, mesh.data_ranks)
     made: list[SftMicroBatch | None] = []
-    for chosen in micro_batches(shares, lengths, size=size, max_tokens=tokens, packed=packed)[mesh.get_rank()]:
+    for chosen in micro_batches(shares, lengths, size=size, max_tokens=tokens, packed=packed)[mesh.data_rank]:
         if not chosen:
             made.append(None)
             continue
@@ -126,7 +139,7 @@ def steps(mesh, path: Path, layouts, number: int = 3) -> list[list[dict[str, flo
         metrics = []
         for seed in range(number):
             mine = micro_batches_of(mesh, step_batch(seed), *layout)
-            done = optimizer_step(model, optimizer, scheduler, mine, negative_log_likelihood, max_norm=1.0)
+            done = optimizer_step(model, optimizer, scheduler, mine, negative_log_likelihood, mesh=mesh, max_norm=1.0)
             metrics.append({name: done[name].total for name in ("train/loss", "train/grad_norm", "train/lr")})
         results.append(metrics)
     return results
@@ -154,11 +167,13 @@ def backends(mesh, cases, layouts, target: Path) -> dict[tuple[str, str], Backen
             steps.append([])
             for seed in range(2):
                 mine = micro_batches_of(mesh, step_batch(seed), *layout)
-                done = optimizer_step(model, optimizer, scheduler, mine, negative_log_likelihood, max_norm=1.0)
+                done = optimizer_step(
+                    model, optimizer, scheduler, mine, negative_log_likelihood, mesh=mesh, max_norm=1.0
+                )
                 steps[-1].append((done["train/loss"].total, done["train/grad_norm"].total))
         with torch.no_grad():
             probe = [values[0] for values in model(collate(step_batch(seed=5)[0][:1], packed=False))]
-        export_hf(model, char_tokenizer(), target / f"{path.name}_{backend}_{mesh.size()}")
+        export_hf(model, char_tokenizer(), target / f"{path.name}_{backend}_{mesh.size}", mesh)
         module, dtypes = type(model.causal_lm).__module__, {p.dtype for p in model.parameters()}
         results[path.name, backend] = BackendRun(module, dtypes, steps, probe, "nemo_automodel" in sys.modules)
     return results

@@ -16,7 +16,7 @@ from molt.train.optimizer import lr_factor
 from molt.train.policy import Policy
 from tests.train import test_critic as of_critic
 from tests.train import test_policy as of_policy
-from tests.train.ranks import free_port, run_ranks, whole
+from tests.train.ranks import alone, run_ranks, whole
 
 RATE = 1e-4
 
@@ -55,21 +55,19 @@ def test_evidence_of_ranks_is_merged_by_step():
     assert merge_evidence([[], []]) == []
 
 
-def make_policy(path, rank=0, world_size=1, port=0):
-    if dist.is_initialized():
-        dist.destroy_process_group()  # a policy makes its own
-    return Policy(of_policy.settings(path, lr=RATE, lr_scheduler="cosine"), rank, world_size, "127.0.0.1", port, 0)
+def make_policy(path, mesh):
+    return Policy(of_policy.settings(path, lr=RATE, lr_scheduler="cosine"), mesh)
 
 
 @pytest.fixture
 def policy(tiny):
-    yield make_policy(tiny)
+    yield make_policy(tiny, alone())
     dist.destroy_process_group()
 
 
 @pytest.fixture
 def critic(tiny):
-    yield Critic(of_critic.settings(tiny, lr=RATE), 0, 1, "", 0, 0)
+    yield Critic(of_critic.settings(tiny, lr=RATE), alone())
     dist.destroy_process_group()
 
 
@@ -216,7 +214,7 @@ def test_a_critic_skips_too_and_remembers_its_own_norms(critic, tiny, tmp_path):
         assert evidence["reason"] == reason and evidence["groups"] == [0, 1, 2, 3]
     path = saved(critic, tmp_path)
     dist.destroy_process_group()
-    resumed = Critic(of_critic.settings(tiny, lr=RATE), 0, 1, "", 0, 0)
+    resumed = Critic(of_critic.settings(tiny, lr=RATE), alone())
     resumed.load(path)
     assert list(resumed.breaker.norms) == norms and len(norms) == FEWEST
     critic_step(resumed, [good], samples, returns)
@@ -240,10 +238,10 @@ FAULTS = {
 }
 
 
-def on_a_rank(mesh, path, port, plans, samples):
+def on_a_rank(mesh, path, plans, samples):
     """For each fault, of rank 1 alone: metrics, evidence, whether nothing changed; then whether a step moves it."""
-    rank, results = mesh.get_rank(), []
-    policy = make_policy(path, rank, 2, port)
+    rank, results = mesh.rank, []
+    policy = make_policy(path, mesh)
     for fault in FAULTS.values():
         before = state_of(policy)
         hook = policy.model.register_forward_hook(fault) if rank == 1 else None
@@ -260,7 +258,7 @@ def test_every_rank_skips_when_one_has_the_fault(tiny, tmp_path):
     samples = of_policy.make_samples()
     (step,) = of_policy.make_plan(samples, (((0, 1), (2, 3)),))
     plans = [[[step[0], []]], [[step[1], []]]]
-    ranks = run_ranks(on_a_rank, 2, tmp_path, tiny, free_port(), plans, samples)
+    ranks = run_ranks(on_a_rank, 2, tmp_path, tiny, plans, samples)
     assert all(moved for _, moved in ranks)
     for number, fault in enumerate(FAULTS):
         metrics, evidence, unchanged = zip(*(results[number] for results, _ in ranks), strict=True)

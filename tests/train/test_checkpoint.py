@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from molt.errors import CheckpointError
-from molt.parallel.mesh import saving_group
 from molt.publish.gather import named_full_tensors
 from molt.train import checkpoint
 from molt.train.checkpoint import (
@@ -43,19 +42,20 @@ def train(mesh, parts, seeds):
         loss, metrics = negative_log_likelihood(model, m)
         return loss * (1 + 0.1 * torch.rand(())), metrics
 
-    return [
-        optimizer_step(*parts, micro_batches_of(mesh, step_batch(s), 3, True), noisy, max_norm=1.0)["train/loss"].total
-        for s in seeds
-    ]
+    losses = []
+    for seed in seeds:
+        mine = micro_batches_of(mesh, step_batch(seed), 3, True)
+        losses.append(optimizer_step(*parts, mine, noisy, mesh=mesh, max_norm=1.0)["train/loss"].total)
+    return losses
 
 
-def save(directory, step, parts, extra, background=False):
+def save(mesh, directory, step, parts, extra, background=False):
     """A whole checkpoint, by all ranks. Returns the finished directory."""
     tmp, owner = temporary(directory, step), dist.get_rank() == 0
     if owner:
         begin(directory, step)
     dist.barrier()
-    written(tmp, write_part(tmp, *parts, group=saving_group(), background=background))
+    written(tmp, write_part(tmp, *parts, mesh=mesh, group=mesh.saving_group(), background=background))
     dist.barrier()
     if owner:
         (tmp / "extra.json").write_text(json.dumps(extra))
@@ -78,7 +78,7 @@ def uninterrupted(mesh, path, directory):
     torch.manual_seed(0)
     parts = trainer(path, mesh)
     train(mesh, parts, [0, 1])
-    save(directory, 2, parts, {"position": 2})
+    save(mesh, directory, 2, parts, {"position": 2})
     at_save = weights(parts[0])
     return train(mesh, parts, [2, 3]), weights(parts[0]), at_save
 
@@ -86,7 +86,7 @@ def uninterrupted(mesh, path, directory):
 def resumed(mesh, path, directory):
     parts = trainer(path, mesh)
     torch.manual_seed(999)
-    load_checkpoint(latest_checkpoint(directory), *parts)
+    load_checkpoint(latest_checkpoint(directory), *parts, mesh=mesh)
     return train(mesh, parts, [2, 3]), weights(parts[0])
 
 
@@ -105,13 +105,13 @@ def test_resuming_two_ranks_is_bit_identical_and_one_rank_can_take_over(tiny, me
         assert again == losses
         assert_identical(final_again, final)
     parts = trainer(tiny, mesh)
-    load_checkpoint(latest_checkpoint(saved), *parts)
+    load_checkpoint(latest_checkpoint(saved), *parts, mesh=mesh)
     assert_identical(weights(parts[0]), at_save)
 
 
 def saved_while_training(mesh, path, directory):
     """Steps go on while seven checkpoints are written, one after another. Returns the weights at each save."""
-    parts, group, states, part = trainer(path, mesh), saving_group(), [], None
+    parts, group, states, part = trainer(path, mesh), mesh.saving_group(), [], None
     for step in range(1, 8):
         train(mesh, parts, [step])
         tmp = temporary(directory, step)
@@ -120,7 +120,7 @@ def saved_while_training(mesh, path, directory):
         if dist.get_rank() == 0:
             begin(directory, step)
         dist.barrier()
-        part = write_part(tmp, *parts, group=group, background=True)
+        part = write_part(tmp, *parts, mesh=mesh, group=group, background=True)
         states.append(weights(parts[0]))
     train(mesh, parts, [8])
     written(tmp, part)
@@ -135,12 +135,12 @@ def test_background_saves_hold_the_moment_they_began_and_do_not_hang(tiny, mesh,
     assert not torch.equal(*(next(iter(states[i].values())) for i in (0, 6)))
     for step in (1, 6, 7):
         parts = trainer(tiny, mesh)
-        load_checkpoint(commit(temporary(directory, step)), *parts)
+        load_checkpoint(commit(temporary(directory, step)), *parts, mesh=mesh)
         assert_identical(weights(parts[0]), states[step - 1])
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_a_full_disk_is_an_error_with_the_space_and_spares_the_checkpoint_before(two_saved, background):
+def test_a_full_disk_is_an_error_with_the_space_and_spares_the_checkpoint_before(two_saved, background, mesh):
     parts, directory, paths = two_saved
     tmp = begin(directory, 3)
     (tmp / "model").mkdir()
@@ -149,22 +149,22 @@ def test_a_full_disk_is_an_error_with_the_space_and_spares_the_checkpoint_before
         pytest.raises(CheckpointError, match=r"step_000003.*No space left.*GiB are free.*complete checkpoint stays"),
         removing(tmp),
     ):
-        written(tmp, write_part(tmp, *parts, group=saving_group(), background=background))
+        written(tmp, write_part(tmp, *parts, mesh=mesh, group=mesh.saving_group(), background=background))
     assert not tmp.exists() and latest_checkpoint(directory) == paths[1]
 
 
-def test_an_unwritable_directory_says_what_is_needed(two_saved, tmp_path):
+def test_an_unwritable_directory_says_what_is_needed(two_saved, tmp_path, mesh):
     parts, _, _ = two_saved
     (tmp_path / "file").touch()
     bytes_needed = sum(p.numel() for p in parts[0].parameters()) * 4 * 3
     with pytest.raises(CheckpointError, match=f"Not a directory.*{bytes_needed / 2**30:.2f} GiB are needed"):
-        write_part(tmp_path / "file" / "step_000003.tmp", *parts, group=saving_group(), background=True)
+        write_part(tmp_path / "file" / "step_000003.tmp", *parts, mesh=mesh, group=mesh.saving_group(), background=True)
 
 
 def state_after_load(mesh, path, directory):
     """Whole parameters and moments after loading."""
     model, optimizer, scheduler = trainer(path, mesh)
-    load_checkpoint(latest_checkpoint(directory), model, optimizer, scheduler)
+    load_checkpoint(latest_checkpoint(directory), model, optimizer, scheduler, mesh=mesh)
     state = weights(model)
     for name, p in model.named_parameters():
         state |= {f"{name}.{key}": whole(value) for key, value in optimizer.state[p].items()}
@@ -184,10 +184,10 @@ def test_one_rank_saves_and_two_resume(tiny, mesh, tmp_path):
 def test_resuming_keeps_the_place_in_the_schedule_and_takes_the_new_rate(tiny, mesh, tmp_path):
     parts = trainer(tiny, mesh, lr=1e-2)
     train(mesh, parts, [0, 1])
-    path = save(tmp_path, 2, parts, {})
+    path = save(mesh, tmp_path, 2, parts, {})
     assert json.loads((path / "trainer.json").read_text()) == {"format": 2, "optimizer_steps": 2}
     model, optimizer, scheduler = trainer(tiny, mesh, lr=4e-3)
-    load_checkpoint(path, model, optimizer, scheduler)
+    load_checkpoint(path, model, optimizer, scheduler, mesh=mesh)
     expected = [4e-3 * scheduler.lr_lambdas[0](step) for step in (2, 3)]
     assert [group["lr"] for group in optimizer.param_groups] == [expected[0]] * 2
     train(mesh, (model, optimizer, scheduler), [2])
@@ -198,13 +198,13 @@ def test_resuming_keeps_the_place_in_the_schedule_and_takes_the_new_rate(tiny, m
 @pytest.fixture
 def two_saved(tiny, mesh, tmp_path):
     parts = trainer(tiny, mesh)
-    return parts, tmp_path, [save(tmp_path, step, parts, {"step": step}) for step in (1, 2)]
+    return parts, tmp_path, [save(mesh, tmp_path, step, parts, {"step": step}) for step in (1, 2)]
 
 
-def test_a_checkpoint_before_the_first_step_can_be_loaded(two_saved):
+def test_a_checkpoint_before_the_first_step_can_be_loaded(two_saved, mesh):
     parts, directory, paths = two_saved
     assert latest_checkpoint(directory) == paths[1] == directory / "step_000002"
-    load_checkpoint(paths[1], *parts)
+    load_checkpoint(paths[1], *parts, mesh=mesh)
     assert json.loads((paths[1] / "extra.json").read_text()) == {"step": 2}
 
 
@@ -221,17 +221,17 @@ def tear(how, path):
 
 
 @pytest.mark.parametrize("how", ["no manifest", "half a manifest", "short file", "missing file"])
-def test_a_torn_checkpoint_is_skipped_with_a_warning_that_names_it(two_saved, how):
+def test_a_torn_checkpoint_is_skipped_with_a_warning_that_names_it(two_saved, how, mesh):
     parts, directory, paths = two_saved
     tear(how, paths[1])
     with pytest.warns(UserWarning, match="step_000002 is torn and was skipped"):
         assert latest_checkpoint(directory) == paths[0]
     with pytest.raises(CheckpointError, match="step_000002 is torn"):
-        load_checkpoint(paths[1], *parts)
+        load_checkpoint(paths[1], *parts, mesh=mesh)
 
 
 @pytest.mark.parametrize("killed_at", [0, 1])
-def test_saving_a_step_again_loses_nothing_when_it_is_killed(two_saved, monkeypatch, killed_at):
+def test_saving_a_step_again_loses_nothing_when_it_is_killed(two_saved, monkeypatch, killed_at, mesh):
     """At either rename of the older one out of the way and of the newer one into its place."""
     parts, directory, paths = two_saved
     rename, left = Path.rename, [killed_at]
@@ -245,32 +245,32 @@ def test_saving_a_step_again_loses_nothing_when_it_is_killed(two_saved, monkeypa
 
     monkeypatch.setattr(Path, "rename", killed)
     with pytest.raises(KeyboardInterrupt):
-        save(directory, 2, parts, {"step": 2, "again": True})
+        save(mesh, directory, 2, parts, {"step": 2, "again": True})
     monkeypatch.undo()
     repair(directory)
     assert latest_checkpoint(directory) == paths[1]
     assert "again" in json.loads((paths[1] / "extra.json").read_text()) or killed_at == 0
-    load_checkpoint(paths[1], *parts)
+    load_checkpoint(paths[1], *parts, mesh=mesh)
 
 
 def test_an_unfinished_checkpoint_does_not_exist(tiny, mesh, tmp_path):
     parts = trainer(tiny, mesh)
     assert latest_checkpoint(tmp_path / "nowhere") is None
     tmp = begin(tmp_path, 5)
-    write_part(tmp, *parts, group=saving_group(), background=False)
+    write_part(tmp, *parts, mesh=mesh, group=mesh.saving_group(), background=False)
     assert tmp == temporary(tmp_path, 5) and latest_checkpoint(tmp_path) is None
     (tmp / "prompts.json").write_text("[]")  # the owner adds its files, then commits
     final = commit(tmp)
     assert latest_checkpoint(tmp_path) == final and not tmp.exists()
     assert json.loads((final / "manifest.json").read_text())["files"]["prompts.json"] == 2
-    load_checkpoint(final, *parts)
+    load_checkpoint(final, *parts, mesh=mesh)
 
 
-def test_saving_a_step_again_replaces_it(two_saved):
+def test_saving_a_step_again_replaces_it(two_saved, mesh):
     parts, directory, paths = two_saved
     (paths[1] / "old").touch()
-    save(directory, 2, parts, {"step": 2, "again": True})
-    load_checkpoint(paths[1], *parts)
+    save(mesh, directory, 2, parts, {"step": 2, "again": True})
+    load_checkpoint(paths[1], *parts, mesh=mesh)
     assert json.loads((paths[1] / "extra.json").read_text()) == {"step": 2, "again": True}
     assert not (paths[1] / "old").exists()
 
@@ -352,13 +352,13 @@ def test_a_checkpoint_of_a_newer_molt_is_refused_not_skipped(two_saved):
 def test_a_checkpoint_of_another_model_is_refused(two_saved, mesh, tmp_path_factory):
     other = save_tiny(tmp_path_factory.mktemp("other"), layers=3)
     with pytest.raises(CheckpointError, match="does not fit this model"):
-        load_checkpoint(two_saved[2][1], *trainer(other, mesh))
+        load_checkpoint(two_saved[2][1], *trainer(other, mesh), mesh=mesh)
 
 
 def export(mesh, path, directory):
     parts = trainer(path, mesh)
     train(mesh, parts, [0])
-    export_hf(parts[0], char_tokenizer(), directory)
+    export_hf(parts[0], char_tokenizer(), directory, mesh)
     return weights(parts[0]), {name: t.clone() for name, t in named_full_tensors(parts[0], torch.bfloat16)}
 
 
@@ -384,7 +384,7 @@ def test_export_is_what_save_pretrained_writes(either, mesh, tmp_path):
 
 
 def export_untrained(mesh, path, directory):
-    export_hf(trainer(path, mesh)[0], char_tokenizer(), directory)
+    export_hf(trainer(path, mesh)[0], char_tokenizer(), directory, mesh)
 
 
 @pytest.mark.processes
@@ -396,11 +396,11 @@ def test_two_ranks_export_what_they_loaded(either, tmp_path):
 def test_export_in_shards_replaces_an_older_export_and_spares_the_rest(tiny, mesh, tmp_path, monkeypatch):
     parts = trainer(tiny, mesh)
     out = tmp_path / "out"
-    export_hf(parts[0], char_tokenizer(), out)
+    export_hf(parts[0], char_tokenizer(), out, mesh)
     (out / "checkpoints").mkdir()
     whole_file = logits_of(out)
     monkeypatch.setattr(checkpoint, "SHARD_BYTES", 100_000)
-    export_hf(parts[0], char_tokenizer(), out)
+    export_hf(parts[0], char_tokenizer(), out, mesh)
     assert not (out / "model.safetensors").exists() and (out / "checkpoints").is_dir()
     assert len(list(out.glob("model-*.safetensors"))) > 1
     assert not (out / ".export.tmp").exists()

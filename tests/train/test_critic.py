@@ -13,7 +13,7 @@ from molt.train.checkpoint import begin, commit
 from molt.train.critic import Critic, CriticSettings
 from tests.streams import sample_from
 from tests.tiny import tiny_qwen3
-from tests.train.ranks import free_port, run_ranks, whole
+from tests.train.ranks import alone, run_ranks, whole
 
 CLIP = 0.05
 
@@ -30,9 +30,7 @@ def settings(path, *, packed=False, lr=1e-3, epochs=1):
 @pytest.fixture
 def critic(tiny):
     def build(**arguments):
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        return Critic(settings(tiny, **arguments), 0, 1, "", 0, 0)
+        return Critic(settings(tiny, **arguments), alone())
 
     yield build
     if dist.is_initialized():
@@ -133,10 +131,8 @@ def two_steps(critic, plan, samples, returns):
     return metrics, max(moved)
 
 
-def on_a_rank(mesh, path, port, plans, samples, returns):
-    rank = mesh.get_rank()
-    dist.destroy_process_group()  # the critic makes its own
-    return two_steps(Critic(settings(path), rank, 2, "127.0.0.1", port, 0), plans[rank], samples, returns)
+def on_a_rank(mesh, path, plans, samples, returns):
+    return two_steps(Critic(settings(path), mesh), plans[mesh.data_rank], samples, returns)
 
 
 @pytest.mark.processes
@@ -148,7 +144,7 @@ def test_two_ranks_do_what_one_does(critic, tiny, tmp_path, share):
     if share == "nothing at all":
         plans = [plan, [[[], []], [[]]]]
     one, moved = two_steps(critic(), plan, samples, returns)
-    ranks = run_ranks(on_a_rank, 2, tmp_path, tiny, free_port(), plans, samples, returns)
+    ranks = run_ranks(on_a_rank, 2, tmp_path, tiny, plans, samples, returns)
     merged = report.merge(metrics for metrics, _ in ranks)
     assert merged.keys() == one.keys()
     for name, metric in report.values(merged).items():

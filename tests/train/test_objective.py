@@ -16,7 +16,7 @@ from molt.train.policy import Policy
 from molt.train.reference import Reference, ReferenceSettings
 from molt.types import RolloutInfo, Scored
 from tests.streams import sample_from
-from tests.train.ranks import free_port, run_ranks, whole
+from tests.train.ranks import alone, run_ranks, whole
 from tests.train.test_policy import TEMPERATURE, logprobs_of, make_samples, reference_model, settings
 
 MAX_LEN = 64
@@ -93,36 +93,35 @@ CASES = {
 }  # fmt: skip
 
 
-def gradients_of(case, path, layouts, rank, world, port):
+def gradients_of(case, path, layouts, mesh):
     """One gradient for each (micro-batch size, packed)."""
     samples, groups, rewards = ragged()
     chosen = dict(CASES[case])
     estimator = chosen.get("advantage", AdvantageConfig("grpo")).estimator
     inferred, found = inferred_of(samples, ("ref_logprobs", "values")), []
     for size, packed in layouts:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        policy = Policy(settings(path, packed=packed, **chosen), rank, world, "127.0.0.1", port, 0)
+        policy = Policy(settings(path, packed=packed, **chosen), mesh)
         aggregation = policy.settings.actor.loss_agg_mode
-        plan = plans(groups, rewards, estimator, aggregation=aggregation, size=size, packed=packed, ranks=world)
-        found.append(gradients(policy, plan[rank], samples, inferred, policy.algorithm.kl_coef))
-        port += 1
+        plan = plans(
+            groups, rewards, estimator, aggregation=aggregation, size=size, packed=packed, ranks=mesh.data_ranks
+        )
+        found.append(gradients(policy, plan[mesh.data_rank], samples, inferred, policy.algorithm.kl_coef))
     return found
 
 
-def all_gradients(mesh, path, port):
-    return {case: gradients_of(case, path, [(1, True)], mesh.get_rank(), 2, port + i) for i, case in enumerate(CASES)}
+def all_gradients(mesh, path):
+    return {case: gradients_of(case, path, [(1, True)], mesh) for case in CASES}
 
 
 @pytest.fixture(scope="module")
 def on_two_ranks(tiny, tmp_path_factory):
-    return run_ranks(all_gradients, 2, tmp_path_factory.mktemp("objective"), tiny, free_port())
+    return run_ranks(all_gradients, 2, tmp_path_factory.mktemp("objective"), tiny)
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("case", CASES)
 def test_the_gradient_does_not_depend_on_layout_or_ranks(case, tiny, on_two_ranks):
-    first, *others = gradients_of(case, tiny, [(8, False), (1, False), (2, True), (8, True)], 0, 1, 0)
+    first, *others = gradients_of(case, tiny, [(8, False), (1, False), (2, True), (8, True)], alone())
     dist.destroy_process_group()
     assert sum(float(g.abs().sum()) for g in first.values()) > 0
     for other in [*others, *(found[case][0] for found in on_two_ranks)]:
@@ -136,7 +135,7 @@ def test_the_sum_of_all_terms_against_an_independent_computation(tiny):
     inferred = inferred_of(samples, ("ref_logprobs",))
     kl = KlConfig(init_coef=0.3, estimator="k3", use_loss=True)
     chosen = settings(tiny, kl=kl, entropy_coef=0.1, loss_agg_mode="seq-mean-token-mean")
-    policy = Policy(chosen, 0, 1, "", 0, 0)
+    policy = Policy(chosen, alone())
     (plan,) = plans(groups, rewards, "grpo", aggregation="seq-mean-token-mean", size=2, packed=True, ranks=1)
     ours = gradients(policy, plan, samples, inferred, 0.3)
     dist.destroy_process_group()
@@ -164,7 +163,7 @@ def test_kl_in_the_reward_and_values_by_hand(tiny):
     samples, groups, rewards = ragged()
     inferred = inferred_of(samples, ("ref_logprobs", "values"))
     kl = KlConfig(init_coef=0.5)
-    policy = Policy(settings(tiny, kl=kl, advantage=AdvantageConfig("gae")), 0, 1, "", 0, 0)
+    policy = Policy(settings(tiny, kl=kl, advantage=AdvantageConfig("gae")), alone())
     (plan,) = plans(groups, rewards, "gae", aggregation="token-mean", size=8, packed=True, ranks=1)
     metrics, returns = policy.prepare(plan, samples, inferred, 6, 0.5)
     dist.destroy_process_group()
@@ -184,7 +183,7 @@ def test_kl_in_the_reward_and_values_by_hand(tiny):
 def test_the_reference_says_what_the_policy_says_at_the_same_weights(tiny):
     samples, groups, rewards = ragged()
     (plan,) = plans(groups, rewards, "grpo", aggregation="token-mean", size=2, packed=False, ranks=1)
-    reference = Reference(ReferenceSettings(str(tiny), settings(tiny).fsdp, TEMPERATURE, MAX_LEN), 0, 1, "", 0, 0)
+    reference = Reference(ReferenceSettings(str(tiny), settings(tiny).fsdp, TEMPERATURE, MAX_LEN), alone())
     found = reference.infer(plan, samples)
     dist.destroy_process_group()
     model = reference_model()
@@ -204,7 +203,7 @@ def test_a_sample_that_is_filtered_keeps_its_weight_and_nothing_is_nan(tiny):
         g: [[sample_from(s.token_ids, s.versions, s.logprobs - 5 * s.mask) for s in r] for r in rs]
         for g, rs in samples.items()
     }
-    policy = Policy(settings(tiny, loss_mode="gspo"), 0, 1, "", 0, 0)
+    policy = Policy(settings(tiny, loss_mode="gspo"), alone())
     (plan,) = plans(groups, rewards, "grpo", aggregation="token-mean", size=2, packed=True, ranks=1)
     policy.prepare(plan, far, {}, 6, 0.0)
     metrics = policy.train()
@@ -229,7 +228,7 @@ def test_one_token_completions_have_a_gradient(tiny, loss_mode):
         [replace(info, samples=tuple(map(describe, short[g][r]))) for r, info in enumerate(rollouts)]
         for g, rollouts in enumerate(groups)
     ]
-    policy = Policy(settings(tiny, loss_mode=loss_mode, eps_clip_low_high=None), 0, 1, "", 0, 0)
+    policy = Policy(settings(tiny, loss_mode=loss_mode, eps_clip_low_high=None), alone())
     (plan,) = plans(groups, rewards, "grpo", aggregation="token-mean", size=4, packed=True, ranks=1)
     policy.prepare(plan, short, {}, 6, 0.0)
     metrics = policy.train()

@@ -15,7 +15,7 @@ from molt.report import metrics as report
 from molt.train.policy import Policy, PolicySettings
 from tests.streams import sample_from
 from tests.tiny import tiny_qwen3
-from tests.train.ranks import free_port, run_ranks, whole
+from tests.train.ranks import alone, run_ranks, whole
 
 TEMPERATURE = 0.8
 LOW, HIGH = 0.2, 0.3
@@ -45,9 +45,7 @@ def policy(tiny):
     """Builds policies of this process alone, each from the same weights."""
 
     def build(**arguments):
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        return Policy(settings(tiny, **arguments), 0, 1, "", 0, 0)
+        return Policy(settings(tiny, **arguments), alone())
 
     yield build
     if dist.is_initialized():
@@ -381,11 +379,9 @@ def two_steps(policy, plan, samples):
     return metrics, max(moved)
 
 
-def on_a_rank(mesh, path, port, plans, samples):
-    rank = mesh.get_rank()
-    dist.destroy_process_group()  # the policy makes its own
+def on_a_rank(mesh, path, plans, samples):
     whitened = AdvantageConfig(estimator="reinforce")
-    return two_steps(Policy(settings(path, advantage=whitened), rank, 2, "127.0.0.1", port, 0), plans[rank], samples)
+    return two_steps(Policy(settings(path, advantage=whitened), mesh), plans[mesh.data_rank], samples)
 
 
 @pytest.mark.processes
@@ -399,7 +395,7 @@ def test_two_ranks_do_what_one_does(policy, tiny, tmp_path, share):
     if share == "nothing at all":
         plans = [whole_plan, [[[], []], [[]]]]
     one, moved = two_steps(policy(advantage=AdvantageConfig(estimator="reinforce")), whole_plan, samples)
-    ranks = run_ranks(on_a_rank, 2, tmp_path, tiny, free_port(), plans, samples)
+    ranks = run_ranks(on_a_rank, 2, tmp_path, tiny, plans, samples)
     merged = report.merge(metrics for metrics, _ in ranks)
     assert merged.keys() == one.keys()
     for name, metric in report.values(merged).items():

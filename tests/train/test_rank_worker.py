@@ -4,6 +4,7 @@ import asyncio
 import re
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -11,8 +12,9 @@ import torch
 import torch.distributed as dist
 from ray.exceptions import RayTaskError
 
+from molt.config import FsdpConfig
 from molt.errors import RankLostError
-from molt.parallel.mesh import init_distributed
+from molt.parallel.shape import MeshShape
 from molt.train.rank_worker import Ranks, RankWorker
 
 pytestmark = pytest.mark.ray
@@ -23,15 +25,15 @@ class Rank(RankWorker):
     """Two of them meet in a collective, which may take 5 s; the second one has a fault."""
 
     def step(self, fault: str) -> None:
-        if self.rank == 1 and fault == "hang":
+        is_second = dist.get_rank() == 1
+        if is_second and fault == "hang":
             time.sleep(3600)
-        if self.rank == 1 and fault == "raise":
+        if is_second and fault == "raise":
             raise ValueError("a plug-in's mistake")
         dist.all_reduce(torch.ones(1), group=self.model)
 
 
-def meet(settings, rank, world_size, address, port, local_rank):
-    init_distributed(rank, world_size, address, port, torch.device("cpu"), timeout_s=120.0)
+def build(settings, mesh):
     return dist.new_group(timeout=timedelta(seconds=5))
 
 
@@ -41,9 +43,9 @@ def meet(settings, rank, world_size, address, port, local_rank):
 ])  # fmt: skip
 def test_a_rank_that_hangs_is_lost_and_one_that_raises_is_not(ray_session, fault, error, message):
     async def main():
-        ranks = Ranks(lambda index: Rank.remote(), 2, name="policy", timeout_s=60)
+        ranks = Ranks(lambda rank: Rank.remote(), MeshShape(dp_shard=2), name="policy", timeout_s=60)
         try:
-            await ranks.start(meet, None)
+            await ranks.start(build, SimpleNamespace(fsdp=FsdpConfig(device="cpu")))
             await ranks.all([worker.step.remote(fault) for worker in ranks.workers])
         finally:
             for worker in ranks.workers:

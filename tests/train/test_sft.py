@@ -18,6 +18,7 @@ from molt.config_sft import SftConfig, SftDataConfig, SftEvalConfig
 from molt.config_sft import SftTrainConfig as TrainConfig
 from molt.errors import CheckpointError
 from molt.parallel.mesh import init_distributed
+from molt.parallel.shape import MeshShape
 from molt.train import sft
 from molt.train.checkpoint import begin, checkpoint_step, latest_checkpoint
 from molt.train.sft import SftRun, run_sft
@@ -123,7 +124,7 @@ def test_exports_beside_checkpoints_and_no_final_save(config):
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_micro_batches_hold_a_number_of_tokens(config, packed):
-    mesh = init_distributed(0, 1, "", 0, torch.device("cpu"))
+    mesh = init_distributed(0, MeshShape(), "", 0, torch.device("cpu"))
     try:
         train = replace(config.train, micro_batch_size=1, max_tokens_per_gpu=140)
         fsdp = FsdpConfig(device="cpu", packing_samples=packed)

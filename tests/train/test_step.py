@@ -15,7 +15,7 @@ def weights_of(model):
 
 
 def step(mesh, parts, loss_fn=negative_log_likelihood, max_norm=0.0):
-    return optimizer_step(*parts, micro_batches_of(mesh, step_batch(), 3, True), loss_fn, max_norm=max_norm)
+    return optimizer_step(*parts, micro_batches_of(mesh, step_batch(), 3, True), loss_fn, mesh=mesh, max_norm=max_norm)
 
 
 def test_metrics_of_micro_batches_are_merged(tiny, mesh):
@@ -95,7 +95,7 @@ def refusals(mesh, path):
 
     def one_nan(model, m):
         loss, metrics = negative_log_likelihood(model, m)
-        return loss * (float("nan") if mesh.get_rank() == 1 else 1.0), metrics
+        return loss * (float("nan") if mesh.rank == 1 else 1.0), metrics
 
     try:
         step(mesh, parts, one_nan)
