@@ -36,14 +36,9 @@ LAYERS = [
     {"cli", "loop", "recovery", "run", "spec", "worker_settings", "cluster", "records", "driver", "guard", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-NAMES_CUDA = {
-    "molt/models/build.py",
-    "molt/models/automodel.py",
-    "molt/models/automodel_cpu.py",
-    "molt/publish/transfer.py",
-    "molt/parallel/mesh.py",
-    "molt/config.py",
-}
+NAMES_CUDA = ("molt/models/backends/", "molt/parallel/", "molt/publish/transfer.py", "molt/config.py")
+"""Files and folders; the configuration names it as a choice."""
+NAMES_BACKENDS = ("molt/models/backends/", "molt/config.py")
 CALLS_RAY = {"handles.py", "engine_pool.py", "engine_group.py", "runner_pool.py"}
 """Beside the workers, what calls them."""
 NOT_IN_RL_PATH = re.compile(
@@ -120,10 +115,21 @@ def test_pure_layer_imports_torch_and_numpy_only(module):
 
 
 @pytest.mark.parametrize("module", INNER)
-def test_devices_are_named_in_three_files(module):
-    if _relative(INNER[module]) not in NAMES_CUDA:
+def test_devices_are_named_in_few_places(module):
+    if not _relative(INNER[module]).startswith(NAMES_CUDA):
         found = [line for line in _code(INNER[module]).splitlines() if re.search("cuda|CUDA_", line)]
         assert not found, f"{module} names cuda: {found}. Ask parallel/mesh.py for the device instead."
+
+
+@pytest.mark.parametrize("module", INNER)
+def test_model_back_ends_are_known_to_themselves_alone(module):
+    if not _relative(INNER[module]).startswith(NAMES_BACKENDS):
+        known = "(?i)automodel|nemo_|PreTrainedModel|_no_split_modules|base_model"
+        found = [line for line in _code(INNER[module]).splitlines() if re.search(known, line)]
+        assert not found, f"{module} names a library of models: {found}. Ask the `Backend` of the model instead."
+        others = {"molt.models.backends.choice", "molt.models.backends.protocol"}
+        inside = {name for name in _imports(module) if name in INNER and name.startswith("molt.models.backends.")}
+        assert inside <= others, f"{module} imports {sorted(inside - others)}: `choice.load_backend` imports a back end"
 
 
 def test_the_rl_path_leaves_out_sft_the_demo_and_the_report_page():
