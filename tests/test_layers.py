@@ -35,14 +35,9 @@ LAYERS = [
     {"cli", "loop", "recovery", "run", "spec", "worker_settings", "cluster", "records", "driver", "guard", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-NAMES_CUDA = {
-    "molt/models/build.py",
-    "molt/models/automodel.py",
-    "molt/models/automodel_cpu.py",
-    "molt/publish/transfer.py",
-    "molt/parallel/mesh.py",
-    "molt/config.py",
-}
+NAMES_CUDA = ("molt/models/backends/", "molt/parallel/", "molt/publish/transfer.py", "molt/config.py")
+"""Files and folders; the configuration names it as a choice."""
+NAMES_BACKENDS = ("molt/models/backends/", "molt/config.py")
 CALLS_RAY = {"handles.py", "engine_pool.py", "engine_group.py", "runner_pool.py", "keepers.py"}
 """Beside the workers, what calls them."""
 NOT_IN_RL_PATH = re.compile(
@@ -130,8 +125,8 @@ def test_the_layer_of_tables_and_settings_imports_nothing_but_molt(module):
 
 
 @pytest.mark.parametrize("module", INNER)
-def test_devices_are_named_in_three_files(module):
-    if _relative(INNER[module]) not in NAMES_CUDA:
+def test_devices_are_named_in_few_places(module):
+    if not _relative(INNER[module]).startswith(NAMES_CUDA):
         found = [line for line in _code(INNER[module]).splitlines() if re.search("cuda|CUDA_", line)]
         assert not found, f"{module} names cuda: {found}. Ask parallel/mesh.py for the device instead."
 
@@ -144,6 +139,17 @@ def test_collectives_and_rank_numbers_are_the_mesh_s(module):
     assert "torch.distributed" not in _imports(module), f"{module} imports torch.distributed: ask parallel/mesh.py"
     found = re.findall(r"(?<!from )torch\.distributed\..*|.*\brank (?:==|!=|>) 0.*|.*get_rank.*", _code(INNER[module]))
     assert not found, f"{module}: {found}. Use `mesh.is_writer`, and a method of the mesh that names its axes."
+
+
+@pytest.mark.parametrize("module", INNER)
+def test_model_back_ends_are_known_to_themselves_alone(module):
+    if not _relative(INNER[module]).startswith(NAMES_BACKENDS):
+        known = "(?i)automodel|nemo_|PreTrainedModel|_no_split_modules|base_model"
+        found = [line for line in _code(INNER[module]).splitlines() if re.search(known, line)]
+        assert not found, f"{module} names a library of models: {found}. Ask the `Backend` of the model instead."
+        others = {"molt.models.backends.choice", "molt.models.backends.protocol"}
+        inside = {name for name in _imports(module) if name in INNER and name.startswith("molt.models.backends.")}
+        assert inside <= others, f"{module} imports {sorted(inside - others)}: `choice.load_backend` imports a back end"
 
 
 def test_the_rl_path_leaves_out_sft_the_demo_and_the_report_page():

@@ -162,7 +162,7 @@ def check_device(found: Findings, fsdp: FsdpConfig) -> "torch.device | None":
 
 def check_attention(fsdp: FsdpConfig, device: "torch.device") -> None:
     """Raise if the device cannot run the attention that trains."""
-    from molt.models.build import attention_implementation
+    from molt.models.backends.choice import attention_implementation
 
     attention_implementation(fsdp, device)
 
@@ -281,16 +281,16 @@ def check_description(
     found: Findings, setting: object, path: str, max_len: int, fsdp: FsdpConfig | None
 ) -> "PreTrainedConfig | None":
     """The configuration in the model directory, or None if the model cannot be used."""
-    from molt.models.build import load_config
+    from molt.models.description import load_config
 
     return found.attempt(load_config, path, max_len, flag=name_of(setting), fsdp=fsdp)
 
 
 def check_balance(found: Findings, setting: object, coefficient: float, description: "PreTrainedConfig") -> None:
     """Add an error if there are no experts to balance."""
-    from molt.models.load_balance import refuse_balance
-
     if coefficient > 0:
+        from molt.models.load_balance import refuse_balance
+
         found.attempt(refuse_balance, description, f"`{name_of(setting)}` (={coefficient:g})")
 
 

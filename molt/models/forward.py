@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from molt.batch.collate import Batch
-from molt.models.causal_lm import CausalLM, ToDisk, decoder_of
+from molt.models.backends.protocol import Backend, CausalLM, ToDisk
 from molt.models.heads import token_logprobs, token_values
-from molt.models.load_balance import balance_loss, recorded_routes
+from molt.models.load_balance import balance_loss, recorded_routes, refuse_balance
 
 
 def on_device(batch: Batch, device: torch.device) -> Batch:
@@ -23,29 +23,6 @@ def on_device(batch: Batch, device: torch.device) -> Batch:
         cu_seqlens=cu_seqlens,
         real=batch.real.to(device),
     )
-
-
-def hidden_states(decoder: nn.Module, batch: Batch) -> Tensor:
-    """`[B, T, H]` after the final norm, of a batch on the device of the decoder."""
-    packing = {}
-    if batch.cu_seqlens is not None:
-        packing = {
-            "cu_seq_lens_q": batch.cu_seqlens,
-            "cu_seq_lens_k": batch.cu_seqlens,
-            "max_length_q": batch.max_seqlen,
-            "max_length_k": batch.max_seqlen,
-        }
-    # attention_mask must be None: an all-ones mask silently turns packing off; so does a cache.
-    output = decoder(
-        input_ids=batch.token_ids,
-        attention_mask=None,
-        position_ids=batch.position_ids,
-        use_cache=False,
-        **packing,
-    )
-    if isinstance(output, Tensor):
-        return output
-    return output.last_hidden_state
 
 
 def _needed_tokens(batch: Batch, needed: Tensor | None) -> Tensor:
@@ -63,12 +40,16 @@ class PolicyModel(nn.Module):
     """
 
     causal_lm: CausalLM
+    backend: Backend
     compute_dtype: torch.dtype
     to_disk: ToDisk | None
 
-    def __init__(self, causal_lm: CausalLM, compute_dtype: torch.dtype, to_disk: ToDisk | None = None):
+    def __init__(
+        self, causal_lm: CausalLM, backend: Backend, compute_dtype: torch.dtype, to_disk: ToDisk | None = None
+    ):
         super().__init__()
         self.causal_lm = causal_lm
+        self.backend = backend
         self.compute_dtype = compute_dtype
         self.to_disk = to_disk
 
@@ -85,16 +66,19 @@ class PolicyModel(nn.Module):
         if not balance:
             return self._logprobs_and_entropies(batch, temperature, needed)
 
-        with recorded_routes(self.causal_lm) as routes:
+        config = self.causal_lm.config
+        routers = self.backend.routers(self.causal_lm)
+        refuse_balance(config, "`balance` (=True)", len(routers))
+        with recorded_routes(routers) as routes:
             logprobs, entropies = self._logprobs_and_entropies(batch, temperature, needed)
-        model_type = self.causal_lm.config.model_type
-        return logprobs, entropies, balance_loss(routes, model_type, batch)
+        return logprobs, entropies, balance_loss(routes, config.model_type, batch)
 
     def _logprobs_and_entropies(self, batch: Batch, temperature: float, needed: Tensor | None) -> tuple[Tensor, Tensor]:
-        head = self.causal_lm.get_output_embeddings()
+        decoder = self.backend.decoder(self.causal_lm)
+        head = self.backend.head(self.causal_lm)
         batch = on_device(batch, head.weight.device)
         return token_logprobs(
-            hidden_states(decoder_of(self.causal_lm), batch),
+            self.backend.hidden_states(decoder, batch),
             head.weight,
             batch.token_ids,
             batch.cu_seqlens,
@@ -111,11 +95,14 @@ class ValueModel(nn.Module):
     The head's weight is drawn from N(0, initializer range of the model), from torch's generator: ranks seed it alike.
     """
 
+    decoder: nn.Module
+    backend: Backend
     compute_dtype: torch.dtype
 
-    def __init__(self, causal_lm: CausalLM, compute_dtype: torch.dtype):
+    def __init__(self, causal_lm: CausalLM, backend: Backend, compute_dtype: torch.dtype):
         super().__init__()
-        self.decoder = decoder_of(causal_lm)
+        self.decoder = backend.decoder(causal_lm)
+        self.backend = backend
         self.compute_dtype = compute_dtype
         self.head = nn.Linear(causal_lm.config.hidden_size, 1, bias=False)
         initializer_range = getattr(causal_lm.config, "initializer_range", 0.02)
@@ -129,7 +116,7 @@ class ValueModel(nn.Module):
         """
         batch = on_device(batch, self.head.weight.device)
         return token_values(
-            hidden_states(self.decoder, batch),
+            self.backend.hidden_states(self.decoder, batch),
             self.head,
             _needed_tokens(batch, needed),
             batch.cu_seqlens,

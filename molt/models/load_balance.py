@@ -9,7 +9,6 @@ Two things differ from DeepSeek-V3's (arXiv 2412.19437, equations 17 to 20):
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,21 +16,10 @@ from transformers import PreTrainedConfig
 
 from molt.batch.collate import Batch
 from molt.errors import ConfigError
-from molt.models.causal_lm import CausalLM
+from molt.models.backends.protocol import ModuleValues, Route, Router
 
-ModuleValues = tuple[Any, ...]
-"""The inputs, or the outputs, of a module's forward."""
 AffinityOf = Callable[[Tensor], Tensor]
 """Float32 router logits `[n, E]` to the affinities of the experts, normalised to sum to 1."""
-
-
-class Route(NamedTuple):
-    """What the router of one layer did in a forward."""
-
-    logits: Tensor
-    """`[cells, E]`, one row for each cell of the batch, padding included."""
-    chosen: Tensor
-    """int64 `[cells, K]`, the experts chosen."""
 
 
 def _softmax(logits: Tensor) -> Tensor:
@@ -51,25 +39,6 @@ AFFINITIES: dict[str, AffinityOf] = {
 """By model type: the affinities that the model routes by."""
 
 
-def _transformers_route(inputs: ModuleValues, outputs: ModuleValues) -> Route:
-    """A router of transformers returns (logits, weights, chosen)."""
-    return Route(logits=outputs[0], chosen=outputs[2])
-
-
-def _automodel_route(inputs: ModuleValues, outputs: ModuleValues) -> Route:
-    """A router of AutoModel takes the logits and returns (weights, chosen, affinities)."""
-    return Route(logits=inputs[0], chosen=outputs[1])
-
-
-ROUTERS: dict[str, Callable[[ModuleValues, ModuleValues], Route]] = {
-    "Qwen3MoeTopKRouter": _transformers_route,
-    "DeepseekV3TopkRouter": _transformers_route,
-    "Glm4MoeTopkRouter": _transformers_route,
-    "_GateRoutingCore": _automodel_route,
-}
-"""By name of the class of a router: its inputs and outputs to its `Route`."""
-
-
 def refuse_balance(config: PreTrainedConfig, setting: str, routers: int | None = None) -> None:
     """Raise `ConfigError` for a model without experts, or with some whose routers are not known.
 
@@ -85,26 +54,25 @@ def refuse_balance(config: PreTrainedConfig, setting: str, routers: int | None =
 
 
 @contextmanager
-def recorded_routes(causal_lm: CausalLM) -> Iterator[list[Route]]:
-    """A list to which every router adds its `Route` during a forward. Raises `ConfigError` as `refuse_balance`.
+def recorded_routes(routers: Sequence[Router]) -> Iterator[list[Route]]:
+    """A list to which every router adds its `Route` during a forward.
 
     A hook keeps what the layer computes and computes nothing: gradient checkpointing runs the layer again without it.
     """
-    routers = [module for module in causal_lm.modules() if type(module).__name__ in ROUTERS]
-    refuse_balance(causal_lm.config, "`balance` (=True)", len(routers))
-
     routes: list[Route] = []
-
-    def record_route(router: nn.Module, inputs: ModuleValues, outputs: ModuleValues) -> None:
-        route_of = ROUTERS[type(router).__name__]
-        routes.append(route_of(inputs, outputs))
-
-    handles = [router.register_forward_hook(record_route) for router in routers]
+    handles = [router.module.register_forward_hook(_recorder(router, routes)) for router in routers]
     try:
         yield routes
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _recorder(router: Router, routes: list[Route]) -> Callable[[nn.Module, ModuleValues, ModuleValues], None]:
+    def record_route(module: nn.Module, inputs: ModuleValues, outputs: ModuleValues) -> None:
+        routes.append(router.route_of(inputs, outputs))
+
+    return record_route
 
 
 def balance_loss(routes: Sequence[Route], model_type: str, batch: Batch) -> Tensor:

@@ -10,20 +10,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from molt.models.causal_lm import CausalLM
 from molt.models.forward import PolicyModel
 from molt.parallel.mesh import full_tensor
-
-
-def _aliases(causal_lm: CausalLM) -> set[str]:
-    """Names that `save_pretrained` leaves out because they are the same parameter as another (a tied head)."""
-    params = dict(causal_lm.named_parameters(remove_duplicate=False))
-    tied = getattr(causal_lm, "all_tied_weights_keys", {})
-    aliases = set()
-    for alias, source in tied.items():
-        if params[alias] is params[source]:
-            aliases.add(alias)
-    return aliases
 
 
 def named_full_tensors(model: PolicyModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -33,7 +21,7 @@ def named_full_tensors(model: PolicyModel, dtype: torch.dtype) -> Iterator[tuple
     early leaves the others waiting.
     """
     assert model.to_disk is not None, "the model was built to be written"
-    aliases = _aliases(model.causal_lm)
+    aliases = model.backend.aliases(model.causal_lm)
     buffers = dict(model.causal_lm.named_buffers())
     for name, tensor in model.causal_lm.state_dict().items():
         if name in aliases:

@@ -467,7 +467,7 @@ class _ShardWriter:
 
 def _write_settings(model: PolicyModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Configuration, generation settings and tokenizer."""
-    causal_lm: Any = model.causal_lm  # a class of transformers or of AutoModel
+    causal_lm = model.causal_lm
     config = type(causal_lm.config).from_dict(causal_lm.config.to_dict())
     config.dtype = model.compute_dtype
     config.use_cache = True

@@ -46,9 +46,7 @@ class TokenAdvantages:
     """`train/kl`, if the KL is in the reward."""
 
 
-def token_advantages(
-    algorithm: Algorithm, inputs: AdvantageInputs, *, kl_coef: float, mesh: Mesh
-) -> TokenAdvantages:
+def token_advantages(algorithm: Algorithm, inputs: AdvantageInputs, *, kl_coef: float, mesh: Mesh) -> TokenAdvantages:
     """Spread or estimate the advantages, whitened over the training batch of all ranks if the settings say so.
 
     Every rank calls it once per training batch, peers with the same samples.

@@ -1,6 +1,8 @@
 """`molt check` on attention and model back ends: what could not be trained is refused before any weight is read."""
 
 import json
+import subprocess
+import sys
 from importlib.util import find_spec
 
 import pytest
@@ -116,6 +118,30 @@ def test_only_experts_are_balanced(run, capsys, model, config, why):
 
 
 def test_automodel_that_is_not_installed(run, capsys, monkeypatch):
-    monkeypatch.setattr("molt.models.automodel.find_spec", lambda name: None)
+    monkeypatch.setattr("molt.models.backends.automodel.find_spec", lambda name: None)
     errors = check(capsys, "sft", "--fsdp.backend automodel")[1]
     assert len(errors) == 1 and "not installed (pip install 'molt[automodel]'; on a CPU" in errors[0]
+
+
+HEAVY = (
+    "nemo_automodel",
+    "ray",
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.distributed.fsdp",
+    "transformers.modeling_utils",
+)
+IMPORTED = f"""
+import sys
+from molt.cli.main import main
+code = main(sys.argv[1:])
+print("code", code, "imported", [name for name in {HEAVY} if name in sys.modules])
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_a_check_imports_no_model_class_no_fsdp_and_no_compiler(run, kind):
+    flags = ["check", *COMMANDS[kind].format(model="model").split()]
+    checked = subprocess.run([sys.executable, "-c", IMPORTED, *flags], capture_output=True, text=True, timeout=120)
+    assert checked.stdout.splitlines()[-1] == "code 0 imported []", checked.stdout + checked.stderr

@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from molt.batch.collate import collate, gather
 from molt.config import FsdpConfig, ModelConfig
 from molt.errors import ConfigError
-from molt.models.build import attention_implementation, build_policy
+from molt.models.backends.choice import attention_implementation
+from molt.models.build import build_policy
 from molt.parallel.mesh import param_dtype, resolve_device
 from tests.tiny import save_tiny
 

@@ -1,4 +1,4 @@
-"""NVIDIA AutoModel's native classes as a back end: which models it may train, and how they are built and loaded.
+"""NVIDIA AutoModel's native classes as a back end: for the models that they compute as transformers does.
 
 AutoModel is imported where it is used: a run with transformers does not pay for it. What it would silently compute
 in another way than transformers is an obstacle, found by comparing the two (`tests/models/test_backends.py`).
@@ -6,18 +6,23 @@ in another way than transformers is an obstacle, found by comparing the two (`te
 
 import io
 from contextlib import redirect_stdout
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from huggingface_hub import snapshot_download
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from molt.models.automodel_cpu import build_on_host
-from molt.models.causal_lm import CausalLM, ToDisk
+import molt.models.attention  # noqa: F401  registers "varlen"
+from molt.batch.collate import Batch
+from molt.models.backends.automodel_cpu import build_on_host
+from molt.models.backends.protocol import CausalLM, ModuleValues, Route, Router, ToDisk
+from molt.models.backends.shared import decoder_inputs, tied_aliases
 
 MASKLESS_ATTENTIONS = ("varlen", "flash_attention_2", "flash_attention_3")
 """The others learn from a mask where packed sequences end, and AutoModel's MoE classes make none."""
@@ -38,6 +43,29 @@ have another attention (linear, sparse), which would not see where packed sequen
 MOE_IGNORES = {"tie_word_embeddings": False, "sliding_window": None, "hidden_act": "silu"}
 DEEPSEEK_IGNORES = {"attention_bias": False, "rope_interleave": True}
 """Settings of a configuration that these classes do not read, with the values that they take for granted."""
+ROUTER = "_GateRoutingCore"
+"""Name of the class of its routers, once they are modules of their own."""
+
+
+class AutoModelLM(CausalLM):
+    """What all of its classes above have. A type only."""
+
+    model: nn.Module
+    """What is below the head."""
+
+    def get_output_embeddings(self) -> nn.Linear | None:
+        """The head; None: it was dropped."""
+        raise NotImplementedError
+
+    def set_output_embeddings(self, new_embeddings: nn.Module | None) -> None:
+        raise NotImplementedError
+
+    def tie_weights(self) -> None:
+        raise NotImplementedError
+
+
+def _of_library(causal_lm: CausalLM) -> AutoModelLM:
+    return cast(AutoModelLM, causal_lm)  # `build` made it
 
 
 def _architecture(config: PreTrainedConfig) -> str:
@@ -87,9 +115,7 @@ def _ignored_settings(config: PreTrainedConfig, name: str) -> dict[str, Any]:
     return ignored
 
 
-def build_empty(
-    path: str, config: PreTrainedConfig, attention: str, device: torch.device, dtype: torch.dtype
-) -> CausalLM:
+def build(path: str, config: PreTrainedConfig, attention: str, device: torch.device, dtype: torch.dtype) -> CausalLM:
     """AutoModel's class with its parameters on the meta device: they are loaded once each rank holds only a shard.
 
     Our attention stands in for AutoModel's, which on a CPU ignores where packed sequences end.
@@ -100,14 +126,12 @@ def build_empty(
     config.use_cache = False
     config._attn_implementation = attention
 
-    def build() -> CausalLM:
-        return _make(config)
-
+    make = partial(_make, config)
     with init_empty_weights(), redirect_stdout(io.StringIO()):  # some of its classes print
         if device.type == "cuda":
-            causal_lm = build()
+            causal_lm = make()
         else:
-            causal_lm = build_on_host(build)
+            causal_lm = build_on_host(make)
     _tie(causal_lm)  # FSDP must see one parameter, not two
 
     for module in causal_lm.modules():
@@ -123,7 +147,7 @@ def build_empty(
     return causal_lm
 
 
-def _make(config: PreTrainedConfig) -> CausalLM:
+def _make(config: PreTrainedConfig) -> AutoModelLM:
     from nemo_automodel._transformers.registry import ModelRegistry
     from nemo_automodel.components.models.common import BackendConfig
 
@@ -133,11 +157,11 @@ def _make(config: PreTrainedConfig) -> CausalLM:
         # Otherwise it is added in the backward pass, whatever the loss is.
         settings["moe_overrides"] = {"aux_loss_coeff": 0.0}
     model_class = ModelRegistry.get_model_cls_from_model_arch(name)
-    return cast(CausalLM, model_class(config, **settings))  # AutoModel's registry knows them as any module
+    return cast(AutoModelLM, model_class(config, **settings))  # AutoModel's registry knows them as any module
 
 
 def _separate_routing(module: Any) -> None:
-    """Let a router choose experts in a submodule, whose routes `load_balance.py` can record."""
+    """Let a router choose experts in a submodule, whose forward `_route_of` can read."""
     module.use_routing_core = True
 
 
@@ -160,6 +184,34 @@ def _use_attention(module: Any, attention: str, config: PreTrainedConfig) -> Non
     module.attn_func = attend
 
 
+def decoder(causal_lm: CausalLM) -> nn.Module:
+    """What is below the head."""
+    return _of_library(causal_lm).model
+
+
+def head(causal_lm: CausalLM) -> nn.Linear:
+    """The linear map from hidden states to logits."""
+    head = _of_library(causal_lm).get_output_embeddings()
+    assert head is not None, "`drop_head` is for a model without head"
+    return head
+
+
+def drop_head(causal_lm: CausalLM) -> None:
+    """Take it out of the model, so that `load_weights` finds none."""
+    _of_library(causal_lm).set_output_embeddings(None)
+
+
+def layers(causal_lm: CausalLM) -> list[nn.Module]:
+    """Its classes keep them in a list, or by number."""
+    return list(_of_library(causal_lm).model.get_submodule("layers").children())
+
+
+def recompute_layers(causal_lm: CausalLM) -> None:
+    """Let the backward pass compute each layer again instead of keeping its activations."""
+    for layer in layers(causal_lm):
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+
+
 def load_weights(causal_lm: CausalLM, path: str, device: torch.device) -> None:
     """Read the weights into the (sharded) parameters. Every rank calls it: a rank reads what its shards need."""
     from nemo_automodel.components.checkpoint.checkpointing import (
@@ -173,19 +225,42 @@ def load_weights(causal_lm: CausalLM, path: str, device: torch.device) -> None:
     else:
         directory = snapshot_download(path, allow_patterns=["*.safetensors*", "*.json"])
     to_empty_parameters_only(causal_lm, device=device)
-    _tie(causal_lm)
+    _tie(_of_library(causal_lm))
     checkpointer = Checkpointer(CheckpointingConfig(save_consolidated=False), 0, 0, 0)
     checkpointer.load_base_model(causal_lm, device, "", directory)
 
 
-def _tie(causal_lm: CausalLM) -> None:
+def _tie(causal_lm: AutoModelLM) -> None:
     # Making parameters on the meta device, and again on the real one, undoes it.
     if causal_lm.config.tie_word_embeddings and causal_lm.get_output_embeddings() is not None:
         causal_lm.tie_weights()
 
 
+def hidden_states(decoder: nn.Module, batch: Batch) -> Tensor:
+    """`[B, T, H]` after the final norm. A mixture of experts returns them as they are."""
+    output = decoder(**decoder_inputs(batch))
+    if isinstance(output, Tensor):
+        return output
+    return output.last_hidden_state
+
+
+def routers(causal_lm: CausalLM) -> list[Router]:
+    """Every router: its classes have one kind."""
+    return [Router(module, _route_of) for module in causal_lm.modules() if type(module).__name__ == ROUTER]
+
+
+def _route_of(inputs: ModuleValues, outputs: ModuleValues) -> Route:
+    """It takes the logits and returns (weights, chosen, affinities)."""
+    return Route(logits=inputs[0], chosen=outputs[1])
+
+
+def aliases(causal_lm: CausalLM) -> set[str]:
+    """Names of a tied head."""
+    return tied_aliases(causal_lm)
+
+
 def to_disk(causal_lm: CausalLM) -> ToDisk:
-    """How the tensors of the model are written to files."""
+    """The conversion of the class, if it has one."""
     adapter = getattr(causal_lm, "state_dict_adapter", None)
     if adapter is None:  # the class has the names of the files
         return _unchanged

@@ -5,18 +5,19 @@ there is no GPU, and compiles the activation of its experts. Nothing else of wha
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
-from molt.models.causal_lm import CausalLM
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def _first_device() -> int:
     return 0
 
 
-def build_on_host(build: Callable[[], CausalLM]) -> CausalLM:
+def build_on_host(build: Callable[[], Model]) -> Model:
     """The model that `build` returns, with its tables on the host and nothing compiled in this process."""
     torch.compiler.set_stance("force_eager")  # the first step would wait 10 s for a C++ compiler, for no gain
     current_device = torch.cuda.current_device

@@ -1,0 +1,139 @@
+"""A model's configuration, checked before any weight is read.
+
+`molt check` imports it, and for most models no model class, no FSDP and no compiler with it.
+"""
+
+import sys
+from pathlib import Path
+
+from transformers import AutoConfig, PreTrainedConfig
+
+from molt.config import FsdpConfig
+from molt.errors import ConfigError
+from molt.hub import only_local
+from molt.models.backends.choice import load_backend
+
+CAUSAL_LMS = ("ForCausalLM", "LMHeadModel")
+"""How transformers ends the names of classes that generate text."""
+SINKS = ("deepseek_v4", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash")
+"""Types of models whose attention has sinks: no configuration says so."""
+LOGIT_SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier")
+"""Settings of scalings between the last hidden state and the logits, which the head does not reproduce."""
+
+
+def load_config(
+    path: str, max_len: int | None = None, flag: str = "model_name_or_path", fsdp: FsdpConfig | None = None
+) -> PreTrainedConfig:
+    """The model's configuration, checked before any weight is read.
+
+    fsdp: how it would be trained; None: it is not. Raises `ConfigError` when there is no model at `path`, when it is
+    not a causal LM that transformers itself knows (code from a model directory is never run), or one that also reads
+    images if it is not trained, when `max_len` exceeds its context, or when it cannot be trained as `fsdp` says.
+    """
+    setting = f"`{flag}` (={path})"
+    config = _read_config(path, setting)
+    _refuse_other_kinds(config, setting, trained=fsdp is not None)
+    _refuse_scaled_logits(config, setting)
+    _refuse_long_context(config, max_len)
+    if fsdp is not None:
+        _refuse_attention_terms(config, fsdp, setting)
+        _refuse_backend(config, fsdp, setting)
+    return config
+
+
+def _read_config(path: str, setting: str) -> PreTrainedConfig:
+    is_local = path.startswith(("/", ".", "~"))
+    if not path or (is_local and not Path(path).is_dir()):
+        raise ConfigError(f"{setting}: no such directory, so there is nothing to train. Give a Hugging Face model.")
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=only_local(path))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{setting}: not a model that can be loaded ({str(error).splitlines()[0]}). "
+            "Give a local directory with config.json, or a hub name that transformers knows."
+        ) from error
+
+
+def _refuse_other_kinds(config: PreTrainedConfig, setting: str, *, trained: bool) -> None:
+    """Raise `ConfigError` for what is not a causal LM, or reads images and is to be trained."""
+    names = config.architectures or []
+    generates = all(name.endswith(CAUSAL_LMS) for name in names)
+    if generates and has_class_of_its_name(config):
+        return
+
+    # For the other kinds: it imports FSDP and torch's compiler.
+    from transformers.models.auto import modeling_auto
+
+    if generates and type(config) in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return
+    shown = names or type(config).__name__
+    if type(config) not in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        raise ConfigError(f"{setting} is {shown}, not a causal LM: it cannot generate text. Use one.")
+    if trained:
+        raise ConfigError(
+            f"{setting} is {shown}, which reads images: training such models is not built "
+            "yet. Use a causal LM, or measure this one with `molt eval`."
+        )
+
+
+def has_class_of_its_name(config: PreTrainedConfig) -> bool:
+    """Whether beside `FooConfig`, if that has no parts (text, vision), transformers has a `FooForCausalLM`.
+
+    Then it is a causal LM, found without importing a model class. Where not, it may be one under another name.
+    """
+    if config.sub_configs:
+        return False
+    config_class = type(config)
+    package = sys.modules[config_class.__module__.rpartition(".")[0]]
+    stem = config_class.__name__.removesuffix("Config")
+    names = dir(package)
+    return any(stem + ending in names for ending in CAUSAL_LMS)
+
+
+def _refuse_scaled_logits(config: PreTrainedConfig, setting: str) -> None:
+    text_config = config.get_text_config()
+    scales = {}
+    for name in LOGIT_SCALES:
+        scale = getattr(text_config, name, None)
+        if scale not in (None, 1.0):
+            scales[name] = scale
+    if scales:
+        raise ConfigError(f"{setting} scales its logits ({scales}): log-probs would be wrong. Use another model.")
+
+
+def _refuse_long_context(config: PreTrainedConfig, max_len: int | None) -> None:
+    text_config = config.get_text_config()
+    context = getattr(text_config, "max_position_embeddings", None)
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    if max_len and context and max_len > context and "factor" not in rope:
+        raise ConfigError(
+            f"`data.max_len` (={max_len}) is above the model's max_position_embeddings (={context}): it has never seen "
+            f"such positions and engines refuse them. Use --data.max_len {context}."
+        )
+
+
+def _refuse_attention_terms(config: PreTrainedConfig, fsdp: FsdpConfig, setting: str) -> None:
+    if fsdp.attn_implementation == "eager":
+        return
+    cap = getattr(config, "attn_logit_softcapping", None)
+    if cap:
+        term = f"caps its attention scores (attn_logit_softcapping {cap})"
+    elif config.model_type in SINKS:
+        term = "has attention sinks"
+    else:
+        return
+    raise ConfigError(
+        f"`fsdp.attn_implementation` (={fsdp.attn_implementation}): {setting} {term}, which only eager computes: "
+        "the log-probs would be those of another model. Use --fsdp.attn_implementation eager."
+    )
+
+
+def _refuse_backend(config: PreTrainedConfig, fsdp: FsdpConfig, setting: str) -> None:
+    if fsdp.backend == "auto":
+        return
+    obstacle = load_backend(fsdp.backend).obstacle(config, fsdp.attn_implementation)
+    if obstacle is not None:
+        raise ConfigError(
+            f"`fsdp.backend` (={fsdp.backend}): {setting}: {obstacle}, so another model would be trained, or none. "
+            "Use --fsdp.backend auto, which takes one that can."
+        )
