@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.actor import ActorHandle
@@ -39,17 +39,21 @@ from molt.rollout.runner_worker import RunnerWorker
 from molt.spec import ProcessSpec
 from molt.train.breaker import Evidence
 from molt.train.critic import Critic
+from molt.train.exchange import NOWHERE, routes
 from molt.train.policy import Policy
-from molt.train.policy_worker import CriticWorker, PolicyRanks, PolicyWorker, ReferenceWorker
-from molt.train.rank_worker import Ranks, TokenArrayRefs
+from molt.train.policy_worker import CriticRanks, CriticWorker, PolicyRanks, PolicyWorker, ReferenceWorker
+from molt.train.rank_worker import ArrayRefs, Ranks
 from molt.train.reference import Reference
-from molt.types import Metric, OnEvent
+from molt.types import Lineage, Metric, OnEvent
 from molt.worker_settings import critic_settings, engine_settings, policy_settings, reference_settings, runner_settings
 
 ActorClass = Any
 """A class that `ray.remote` made; Ray gives it no type."""
+RanksT = TypeVar("RanksT", bound=Ranks)
 ActorOptions = dict[str, Any]
 """The options of an actor: resources and where it goes."""
+Plans = dict[str, list[RankPlan]]
+"""Of a training batch, by model: a plan for each of its data-parallel ranks."""
 
 START_TIMEOUT_S = 1800.0
 """For loading models; a 1T model from network storage takes its time."""
@@ -89,23 +93,52 @@ class Cluster:
     """Without any rank in an evaluation."""
     reference: Ranks | None
     """None unless a KL to a frozen model is computed."""
-    critic: Ranks | None
+    critic: CriticRanks | None
     """None unless the estimator needs values."""
     runners: RunnerPool
     keepers: Keepers
 
-    async def infer(self, plans: Callable[..., list[RankPlan]], groups: list[ray.ObjectRef]) -> TokenArrayRefs:
-        """Per-token values of reference and critic for a training batch; `plans(ranks=...)` splits the batch."""
+    def plans(self, split: Callable[..., list[RankPlan]], *, aggregation: str) -> Plans:
+        """The plans of a training batch for every model. `split(ranks=...)`: `plan_batch` of that batch.
+
+        aggregation: of the policy's loss; the critic's is the mean over tokens.
+        """
+        plans: Plans = {}
+        for ranks in self._models:
+            plans[ranks.name] = split(ranks=ranks.shape.data_ranks)
+        plans[self.policy.name] = split(ranks=self.policy.shape.data_ranks, aggregation=aggregation)
+        return plans
+
+    async def fetch(self, plans: Plans, groups: list[ray.ObjectRef]) -> list[int]:
+        """Every rank gets the samples of its plan. The indices of groups whose arrays are lost, for which none did."""
+        lost = await asyncio.gather(*(ranks.fetch(plans[ranks.name], groups) for ranks in self._models))
+        return sorted(set().union(*lost))
+
+    async def infer(self, plans: Plans) -> dict[str, ArrayRefs]:
+        """Log-probs of the reference and values of the critic for the batch that was fetched, by who reads them."""
         models: dict[str, Ranks] = {}
         if self.reference is not None:
             models["ref_logprobs"] = self.reference
         if self.critic is not None:
             models["values"] = self.critic
-        calls = [ranks.infer(plans(ranks=ranks.shape.data_ranks), groups) for ranks in models.values()]
+        calls = []
+        for ranks in models.values():
+            of_model = plans[ranks.name]
+            calls.append(ranks.infer(of_model, routes(of_model, plans[self.policy.name])))
         found = await asyncio.gather(*calls)
         return dict(zip(models, found, strict=True))
 
-    async def train(self, returns: list[ray.ObjectRef], *, freeze_policy: bool) -> dict[str, Metric]:
+    async def prepare(
+        self, plans: Plans, inferred: dict[str, ArrayRefs], batches_trained: int, kl_coef: float, lineage: Lineage
+    ) -> tuple[dict[str, Metric], ArrayRefs]:
+        """As `PolicyRanks.prepare`, with the returns for the ranks of the critic, if there is one."""
+        of_policy = plans[self.policy.name]
+        to_critic = [NOWHERE] * len(of_policy)
+        if self.critic is not None:
+            to_critic = routes(of_policy, plans[self.critic.name])
+        return await self.policy.prepare(of_policy, inferred, to_critic, batches_trained, kl_coef, lineage)
+
+    async def train(self, returns: ArrayRefs, *, freeze_policy: bool) -> dict[str, Metric]:
         """The optimizer steps of the prepared batch, policy and critic side by side."""
         steps = []
         if not freeze_policy:
@@ -195,8 +228,8 @@ async def started(
         runners=_runner_pool(spec, gpus, engines, on_event),
         keepers=_keepers(spec, on_event),
         policy=_policy_ranks(spec, placement, engines),
-        reference=placement.ranks("reference", ReferenceWorker),
-        critic=placement.ranks("critic", CriticWorker),
+        reference=placement.ranks("reference", Ranks, ReferenceWorker),
+        critic=placement.ranks("critic", CriticRanks, CriticWorker),
     )
     try:
         async with _starting():
@@ -298,12 +331,12 @@ class _RankPlacement:
     timeout_s: float
     """For one call on all ranks of a model."""
 
-    def ranks(self, role: str, worker: ActorClass) -> Ranks | None:
+    def ranks(self, role: str, kind: type[RanksT], worker: ActorClass) -> RanksT | None:
         """The ranks of a role, or None if the run does not have it."""
         if role not in self.counts:
             return None
         spawn = partial(_spawn, worker, self.options)
-        return Ranks(spawn, self.shape(role), name=role, timeout_s=self.timeout_s)
+        return kind(spawn, self.shape(role), name=role, timeout_s=self.timeout_s)
 
     def shape(self, role: str) -> MeshShape:
         """The axes of a model's ranks: all of them hold different shards."""

@@ -96,18 +96,23 @@ async def learn(run: Run) -> None:
             break
         clock.lap("wait_s")
 
-        # reward → advantage
+        # reward → advantage → batch
         rollouts = [group.rollouts for group in groups]
         samples = [group.samples for group in groups]
         rewards = shaped_rewards(rollouts, run.spec.shaping)
         group_advantages = advantages(rollouts, rewards, run.spec.algorithm.estimator)
 
-        # advantage → batch: values and reference log-probs only if the advantages need them
         layout = batch_layout(config)
-        plans = partial(plan_batch, rollouts, rewards=rewards, group_advantages=group_advantages, **layout)
-        inferred = await cluster.infer(plans, samples)
-        plan = plans(ranks=cluster.policy.shape.data_ranks, aggregation=config.actor.loss_agg_mode)
-        prepared, returns = await cluster.policy.prepare(plan, samples, inferred, run.step, run.kl_coef, run.lineage)
+        split = partial(plan_batch, rollouts, rewards=rewards, group_advantages=group_advantages, **layout)
+        plans = cluster.plans(split, aggregation=config.actor.loss_agg_mode)
+        lost = await cluster.fetch(plans, samples)
+        if lost:  # with the node that they were on: the batch is taken anew
+            run.producer.begin_again([groups[index] for index in lost])
+            continue
+
+        # values and reference log-probs, where the advantages need them
+        inferred = await cluster.infer(plans)
+        prepared, returns = await cluster.prepare(plans, inferred, run.step, run.kl_coef, run.lineage)
 
         # batch → loss → step
         freeze_policy = run.step < config.actor.freezing_steps

@@ -40,6 +40,9 @@ class Replay:
             return []
         return await self.keepers.load(path, self._prompt_at)
 
+    def begin_again(self, groups: Sequence[Group]) -> None:
+        """Arrays that are lost are read from the dump again, with the batch."""
+
     def close(self, groups: Sequence[Group], step: int) -> None:
         """The batch is trained and published."""
         self.step = step

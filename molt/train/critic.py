@@ -1,5 +1,6 @@
 """The critic on one rank: the value of the state before every token, learned from the returns. No Ray."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -79,14 +80,10 @@ class Critic(Trained[ValueModel]):
 
     def train(self, returns: TokenArrays) -> dict[str, Metric]:
         """All optimizer steps of the batch that `infer` had last. Returns this rank's metrics."""
-        steps = []
-        for planned in self.plan:
-            steps.append([self._micro_batch(tasks, returns) for tasks in planned])
-
         of_steps = []
         for _ in range(self.settings.critic.max_epochs):
-            for micro_batches, planned in zip(steps, self.plan, strict=True):
-                of_steps.append(self.step(micro_batches, self._loss, planned))
+            for planned in self.plan:
+                of_steps.append(self.step(self._micro_batches(planned, returns), self._loss, planned))
         metrics = {METRIC_NAMES.get(name, name): metric for name, metric in merge(of_steps).items()}
 
         metrics["train/explained_variance"] = Metric(self._explained_variance(returns))
@@ -112,10 +109,15 @@ class Critic(Trained[ValueModel]):
         sums_of_batch = self.mesh.sum(sums.to(self.device), *DATA_AXES)
         return explained_variance(sums_of_batch)
 
-    def _micro_batch(self, tasks: list[SampleTask], returns: TokenArrays) -> CriticMicroBatch | None:
-        """None for one that only other ranks have."""
-        if not tasks:
-            return None
+    def _micro_batches(
+        self, planned: Sequence[list[SampleTask]], returns: TokenArrays
+    ) -> Iterator[CriticMicroBatch | None]:
+        """The micro-batches of a step, each laid out when its turn comes; None for one that only other ranks have."""
+        for tasks in planned:
+            yield self._micro_batch(tasks, returns) if tasks else None
+
+    def _micro_batch(self, tasks: list[SampleTask], returns: TokenArrays) -> CriticMicroBatch:
+        """Samples of the batch, laid out on the device."""
         batch, mask = lay_out(tasks, self.samples, packed=self.settings.fsdp.packing_samples)
         old_values = scatter(batch, [self.old_values[task.at] for task in tasks])
         laid_out_returns = scatter(batch, [returns[task.at] for task in tasks])

@@ -19,7 +19,7 @@ from molt.algo.kl import kl_per_token
 from molt.algo.ratio import log_ratio
 from molt.algorithm import load_algorithm
 from molt.batch.collate import Batch, collate, gather, scatter
-from molt.batch.plan import RankPlan, SampleTask
+from molt.batch.plan import Place, RankPlan, SampleTask
 from molt.config import ActorConfig, AlgoConfig, FsdpConfig, TrainConfig
 from molt.models.build import build_policy
 from molt.models.forward import PolicyModel
@@ -81,6 +81,20 @@ class PolicyMicroBatch:
     """The further token columns of the samples, by name: `[B, T, *shape]`."""
 
 
+@dataclass(frozen=True)
+class PreparedBatch:
+    """What the micro-batches of a training batch are laid out from, each when its turn comes."""
+
+    plan: RankPlan
+    samples: Samples
+    inferred: dict[str, TokenArrays]
+    old_logprobs: TokenArrays
+    advantages: dict[Place, Tensor]
+
+
+EMPTY_BATCH = PreparedBatch(plan=[], samples={}, inferred={}, old_logprobs={}, advantages={})
+
+
 class Policy(Trained[PolicyModel]):
     """Model, optimizer and schedule of one rank. Every method but `written` is collective: all ranks call it."""
 
@@ -97,9 +111,7 @@ class Policy(Trained[PolicyModel]):
         self.settings = settings
         self.algorithm = load_algorithm(settings.algo, settings.actor)
         self.kl_coef = 0.0
-        self.plan: RankPlan = []
-        self.steps: list[list[PolicyMicroBatch | None]] = []
-        """The micro-batches of each optimizer step of the prepared batch."""
+        self.prepared = EMPTY_BATCH
 
     def prepare(
         self,
@@ -115,29 +127,39 @@ class Policy(Trained[PolicyModel]):
         inferred: `ref_logprobs` and `values` of this rank's samples, where they are needed. Returns this rank's
         metrics (`staleness/*`, `train/kl` if it is in the reward), and the returns `A + V` that a critic learns.
         """
-        self.plan = plan
-        self.steps = []  # frees those of a batch that was prepared and not trained
+        self.prepared = EMPTY_BATCH  # frees one that was prepared and not trained
         self.kl_coef = kl_coef
         if self.settings.algo.kl.ref == "rollout":
             inferred = inferred | {"ref_logprobs": _rollout_logprobs(plan, samples)}
 
         old = self._old_logprobs(plan, samples)
         advantages = self._advantages(plan, samples, inferred, old)
-        for planned in plan:
-            micro_batches = [self._micro_batch(tasks, samples, advantages, inferred, old) for tasks in planned]
-            self.steps.append(micro_batches)
+        self.prepared = PreparedBatch(
+            plan=plan,
+            samples=samples,
+            inferred=inferred,
+            old_logprobs=old,
+            advantages=advantages.advantages,
+        )
         metrics = merge([advantages.metrics, _staleness(plan, samples, batches_trained, lineage)])
         return metrics, advantages.returns
 
     def train(self) -> dict[str, Metric]:
         """All optimizer steps of the prepared batch. Returns this rank's metrics: `train/*`, `ratio/*`."""
-        steps = self.steps
-        self.steps = []  # freed when the batch is trained, not when the next one is there
         metrics = []
         for _ in range(self.settings.train.max_epochs):
-            for micro_batches, planned in zip(steps, self.plan, strict=True):
-                metrics.append(self.step(micro_batches, self._loss, planned))
+            for planned in self.prepared.plan:
+                metrics.append(self.step(self.micro_batches(planned), self._loss, planned))
+        self.prepared = EMPTY_BATCH  # freed now, not when the next one is there
         return merge(metrics)
+
+    def micro_batches(self, planned: Sequence[list[SampleTask]]) -> Iterator[PolicyMicroBatch | None]:
+        """The micro-batches of a step of the prepared batch, one after another: the device holds one at a time.
+
+        None for one that only other ranks have.
+        """
+        for tasks in planned:
+            yield self._micro_batch(tasks) if tasks else None
 
     def probe(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Log-probs float32 `[T]` of given tokens at temperature 1 (entry 0 is 0): the probe's trainer side."""
@@ -175,17 +197,11 @@ class Policy(Trained[PolicyModel]):
         )
         return token_advantages(self.algorithm, inputs, kl_coef=self.kl_coef, mesh=self.mesh)
 
-    def _micro_batch(
-        self,
-        tasks: list[SampleTask],
-        samples: Samples,
-        advantages: TokenAdvantages,
-        inferred: dict[str, TokenArrays],
-        old: TokenArrays,
-    ) -> PolicyMicroBatch | None:
-        """None for one that only other ranks have."""
-        if not tasks:
-            return None
+    def _micro_batch(self, tasks: list[SampleTask]) -> PolicyMicroBatch:
+        """Samples of the prepared batch, laid out on the device."""
+        samples = self.prepared.samples
+        old = self.prepared.old_logprobs
+        advantages = self.prepared.advantages
         batch, mask = lay_out(tasks, samples, packed=self.settings.fsdp.packing_samples)
 
         def on_device(arrays: Sequence[np.ndarray | Tensor]) -> Tensor:
@@ -204,14 +220,15 @@ class Policy(Trained[PolicyModel]):
             old_logprobs = on_device([old[task.at] for task in tasks])
         ref_logprobs = None
         if self.settings.algo.kl.use_loss and self.kl_coef:
-            ref_logprobs = on_device([inferred["ref_logprobs"][task.at] for task in tasks])
+            reference = self.prepared.inferred["ref_logprobs"]
+            ref_logprobs = on_device([reference[task.at] for task in tasks])
 
         columns = lay_out_columns(batch, tasks, samples)
         return PolicyMicroBatch(
             batch=batch,
             mask=mask.to(self.device),
             segments=batch.segments.to(self.device),
-            advantages=on_device([advantages.advantages[task.at] for task in tasks]),
+            advantages=on_device([advantages[task.at] for task in tasks]),
             rollout_logprobs=on_device(rollout_logprobs),
             weights=on_device(weights),
             shares=torch.tensor([task.share for task in tasks], device=self.device),

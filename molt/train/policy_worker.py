@@ -1,6 +1,6 @@
 """Policy, critic and reference ranks as Ray actors, and all ranks of the policy as the driver sees them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,18 +15,9 @@ from molt.errors import PublicationError
 from molt.publish.transfer import build_sender
 from molt.report.metrics import merge
 from molt.train.critic import Critic
-from molt.train.inference import TokenArrays
+from molt.train.exchange import Route, light_and_heavy
 from molt.train.policy import Policy
-from molt.train.rank_worker import (
-    GroupRefs,
-    Ranks,
-    RankWorker,
-    TokenArrayRefs,
-    TrainedWorker,
-    fetch,
-    fetch_arrays,
-    groups_of,
-)
+from molt.train.rank_worker import ArrayRefs, Ranks, RankWorker, TrainedWorker, fetch_arrays
 from molt.train.reference import Reference
 from molt.types import NO_ROLLBACK, Lineage, Metric
 
@@ -38,21 +29,25 @@ SAVING = {"saving": 1}
 class ReferenceWorker(RankWorker[Reference]):
     """One rank of the frozen reference."""
 
-    def infer(self, plan: RankPlan, groups: GroupRefs) -> tuple[None, TokenArrays]:
-        """Log-probs. groups: those that the plan needs, by index in the batch."""
-        return None, self.model.infer(plan, fetch(groups))
+    def infer(self, plan: RankPlan, route: Route) -> Any:
+        """Log-probs of the batch that was fetched, to those who read them."""
+        arrays = self.model.infer(plan, self.samples)
+        self.samples = {}
+        return light_and_heavy(None, arrays, route)
 
 
 @ray.remote(concurrency_groups=SAVING)  # pyright: ignore[reportCallIssue]  Ray's stubs do not have it
 class CriticWorker(TrainedWorker[Critic]):
     """One rank of the critic."""
 
-    def infer(self, plan: RankPlan, groups: GroupRefs) -> tuple[None, TokenArrays]:
-        """Values. groups: those that the plan needs, by index in the batch."""
-        return None, self.model.infer(plan, fetch(groups))
+    def infer(self, plan: RankPlan, route: Route) -> Any:
+        """Values of the batch that was fetched, to those who read them; the model keeps the batch for `train`."""
+        arrays = self.model.infer(plan, self.samples)
+        self.samples = {}
+        return light_and_heavy(None, arrays, route)
 
     def train(self, returns: list[ray.ObjectRef]) -> dict[str, Metric]:
-        """returns: `TokenArrays` of each data-parallel rank of the policy."""
+        """returns: `TokenArrays` that ranks of the policy made for this one."""
         return self.model.train(fetch_arrays(returns))
 
 
@@ -73,16 +68,21 @@ class PolicyWorker(TrainedWorker[Policy]):
     def prepare(
         self,
         plan: RankPlan,
-        groups: GroupRefs,
-        inferred: TokenArrayRefs,
+        inferred: dict[str, list[ray.ObjectRef]],
+        route: Route,
         batches_trained: int,
         kl_coef: float,
         lineage: Lineage,
-    ) -> tuple[dict[str, Metric], TokenArrays]:
-        """As `Policy.prepare`."""
-        samples = fetch(groups)
+    ) -> Any:
+        """As `Policy.prepare`, of the batch that was fetched. inferred: what other ranks made for this one, by name.
+
+        Returns the metrics, and the returns to the ranks of the critic that learn them.
+        """
         arrays = {name: fetch_arrays(refs) for name, refs in inferred.items()}
-        return self.model.prepare(plan, samples, arrays, batches_trained, kl_coef, lineage)
+        samples = self.samples
+        self.samples = {}
+        metrics, returns = self.model.prepare(plan, samples, arrays, batches_trained, kl_coef, lineage)
+        return light_and_heavy(metrics, returns, route)
 
     def train(self) -> dict[str, Metric]:
         return self.model.train()
@@ -128,6 +128,17 @@ class RayEngineClient:
             ) from error
 
 
+class CriticRanks(Ranks):
+    """All ranks of the critic."""
+
+    async def train(self, returns: ArrayRefs) -> dict[str, Metric]:
+        """The steps of the batch whose values were inferred. returns: what each data-parallel rank learns."""
+        calls = []
+        for rank, worker in enumerate(self.workers):
+            calls.append(worker.train.remote(returns.get(self.shape.data_rank(rank), [])))
+        return await self.merged(calls)
+
+
 @dataclass(frozen=True)
 class EngineLink:
     """How the policy reaches the engines."""
@@ -163,23 +174,30 @@ class PolicyRanks(Ranks):
     async def prepare(
         self,
         plans: Sequence[RankPlan],
-        groups: Sequence[ray.ObjectRef],
-        inferred: TokenArrayRefs,
+        inferred: Mapping[str, ArrayRefs],
+        routes: Sequence[Route],
         batches_trained: int,
         kl_coef: float,
         lineage: Lineage = NO_ROLLBACK,
-    ) -> tuple[dict[str, Metric], list[ray.ObjectRef]]:
-        """Everything that a batch needs before its first step.
+    ) -> tuple[dict[str, Metric], ArrayRefs]:
+        """Everything that the batch that was fetched needs before its first step.
 
-        inferred: reference log-probs and values, where they are needed. Returns the metrics of all data-parallel
-        ranks, and the returns that a critic learns, one `TokenArrays` of each.
+        inferred: reference log-probs and values, where they are needed. routes: one per data-parallel rank, of the
+        returns that a critic learns. Returns the metrics of all data-parallel ranks, and the returns.
         """
         calls = []
-        for worker, plan in self.with_plans(plans):
-            prepare = worker.prepare.options(num_returns=2)
-            calls.append(prepare.remote(plan, groups_of(plan, groups), inferred, batches_trained, kl_coef, lineage))
-        metrics, returns = await self.light_and_heavy(calls)
+        for rank, (worker, plan) in enumerate(self.with_plans(plans)):
+            data_rank = self.shape.data_rank(rank)
+            route = routes[data_rank]
+            for_rank = {name: refs.get(data_rank, []) for name, refs in inferred.items()}
+            prepare = worker.prepare.options(num_returns=1 + len(route.readers))
+            calls.append(prepare.remote(plan, for_rank, route, batches_trained, kl_coef, lineage))
+        metrics, returns = await self.light_and_heavy(calls, routes)
         return merge(metrics), returns
+
+    async def train(self) -> dict[str, Metric]:
+        """The steps of the batch that was prepared."""
+        return await self.merged([worker.train.remote() for worker in self.workers])
 
     async def send_weights(self) -> dict[str, int]:
         """All ranks gather; the writer, rank 0, sends and answers with the checksum of every tensor."""

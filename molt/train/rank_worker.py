@@ -6,11 +6,12 @@ Heavy per-token arrays (`TokenArrays`) go from rank to rank by reference: a meth
 import asyncio
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import ray
-from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
 
 from molt.batch.plan import RankPlan
 from molt.config import FsdpConfig
@@ -19,12 +20,13 @@ from molt.parallel.mesh import Mesh, init_distributed, resolve_device
 from molt.parallel.shape import MeshShape
 from molt.report.metrics import merge
 from molt.train.breaker import Evidence, merge_evidence
+from molt.train.exchange import Route
 from molt.train.inference import Samples, TokenArrays, tasks_of
 from molt.train.trained import Trained
 from molt.types import Metric
 
-TokenArrayRefs = dict[str, list[ray.ObjectRef]]
-"""By name (`ref_logprobs`, `values`), one `TokenArrays` of each data-parallel rank that made them."""
+ArrayRefs = dict[int, list[ray.ObjectRef]]
+"""For each data-parallel rank that reads them, the `TokenArrays` that other ranks made."""
 GroupRefs = dict[int, ray.ObjectRef]
 """Samples of groups, `list[list[Sample]]` by rollout and segment, by index in the batch."""
 T = TypeVar("T")
@@ -33,6 +35,8 @@ TrainedT = TypeVar("TrainedT", bound=Trained[Any])
 
 DEAD = (RayActorError, OutOfMemoryError)
 """What a call on a rank raises that is gone; Ray kills one itself when its node runs out of memory."""
+FETCH_S = 120.0
+"""For arrays to arrive from another node; then they count as lost."""
 PEER_S = 5.0
 """For a death to be known after a rank failed for it."""
 
@@ -52,6 +56,8 @@ class RankWorker(Generic[ModelT]):
     """One rank. Methods run one after another, in the order the driver calls them."""
 
     model: ModelT
+    samples: Samples
+    """Of the batch that `fetch` brought."""
 
     def address(self) -> tuple[str, int]:
         """A host and free port where the ranks can meet; the driver calls it on rank 0."""
@@ -74,6 +80,21 @@ class RankWorker(Generic[ModelT]):
         device = resolve_device(settings.fsdp.device, local_rank)
         mesh = init_distributed(rank, shape, address, port, device)
         self.model = build(settings, mesh)
+        self.samples = {}
+
+    def fetch(self, groups: GroupRefs) -> list[int]:
+        """Bring the arrays of the groups that the rank's plan needs here; the indices of those that are lost.
+
+        It comes before the first collective of a batch: a rank that failed later would leave the others waiting.
+        """
+        self.samples = {}
+        lost = []
+        for index, reference in groups.items():
+            try:
+                self.samples[index] = ray.get(reference, timeout=FETCH_S)
+            except (ObjectLostError, GetTimeoutError):
+                lost.append(index)
+        return lost
 
 
 class TrainedWorker(RankWorker[TrainedT]):
@@ -93,14 +114,8 @@ class TrainedWorker(RankWorker[TrainedT]):
         return self.model.evidence()
 
 
-def fetch(groups: GroupRefs) -> Samples:
-    """The samples of the groups that a rank's plan needs."""
-    arrays = ray.get(list(groups.values()))
-    return dict(zip(groups, arrays, strict=True))
-
-
 def fetch_arrays(refs: Sequence[ray.ObjectRef]) -> TokenArrays:
-    """The arrays of all ranks together: which rank has which sample differs between models."""
+    """The arrays that other ranks made for this one."""
     merged: TokenArrays = {}
     for of_rank in ray.get(list(refs)):
         merged.update(of_rank)
@@ -153,19 +168,24 @@ class Ranks:
         self.workers = [self.spawn(rank) for rank in range(self.shape.world_size)]
         await self.start(self.build, self.settings)
 
-    async def infer(self, plans: Sequence[RankPlan], groups: Sequence[ray.ObjectRef]) -> list[ray.ObjectRef]:
-        """Log-probs or values: one `TokenArrays` per data-parallel rank, for the samples of its plan."""
+    async def fetch(self, plans: Sequence[RankPlan], groups: Sequence[ray.ObjectRef]) -> set[int]:
+        """Every rank gets the samples of its plan. Returns the indices of groups whose arrays some rank cannot get."""
+        calls = [worker.fetch.remote(groups_of(plan, groups)) for worker, plan in self.with_plans(plans)]
+        return set(chain.from_iterable(await self.all(calls)))
+
+    async def infer(self, plans: Sequence[RankPlan], routes: Sequence[Route]) -> ArrayRefs:
+        """Log-probs or values of the samples that were fetched. routes: one per data-parallel rank."""
         calls = []
-        for worker, plan in self.with_plans(plans):
-            calls.append(worker.infer.options(num_returns=2).remote(plan, groups_of(plan, groups)))
-        _, arrays = await self.light_and_heavy(calls)
+        for rank, (worker, plan) in enumerate(self.with_plans(plans)):
+            route = routes[self.shape.data_rank(rank)]
+            infer = worker.infer.options(num_returns=1 + len(route.readers))
+            calls.append(infer.remote(plan, route))
+        _, arrays = await self.light_and_heavy(calls, routes)
         return arrays
 
-    async def train(self, *args: Any) -> dict[str, Metric]:
-        """The steps of the batch that the ranks have; the merged metrics of all data-parallel ranks."""
-        metrics = await self.all([worker.train.remote(*args) for worker in self.workers])
-        # What a step reduced over ranks is the same on each of them; the rest is a data-parallel rank's share.
-        return merge(self.of_first_peers(metrics))
+    async def merged(self, calls: list[ray.ObjectRef]) -> dict[str, Metric]:
+        """The metrics of all data-parallel ranks. What a step reduced over ranks is the same on each of them."""
+        return merge(self.of_first_peers(await self.all(calls)))
 
     async def save(self, tmp: Path, background: bool) -> None:
         """Every rank's part of a checkpoint; with `background` it is on disk when `written` returns."""
@@ -193,14 +213,22 @@ class Ranks:
         """One value per data-parallel rank, from one per rank: its peers have the same, which counts once."""
         return [value for rank, value in enumerate(of_ranks) if self.shape.is_first_peer(rank)]
 
-    async def light_and_heavy(self, calls: Sequence[Sequence[ray.ObjectRef]]) -> tuple[list[Any], list[ray.ObjectRef]]:
-        """The first values that methods with two return, and references to the second ones, per data-parallel rank."""
-        light = []
-        heavy = []
-        for light_ref, heavy_ref in calls:
-            light.append(light_ref)
-            heavy.append(heavy_ref)
-        return self.of_first_peers(await self.all(light)), self.of_first_peers(heavy)
+    async def light_and_heavy(
+        self, calls: Sequence[ray.ObjectRef | Sequence[ray.ObjectRef]], routes: Sequence[Route]
+    ) -> tuple[list[Any], ArrayRefs]:
+        """What `exchange.light_and_heavy` returned: the light values per data-parallel rank, the arrays by reader."""
+        light: list[ray.ObjectRef] = []
+        heavy: list[Sequence[ray.ObjectRef]] = []
+        for call in calls:
+            references = [call] if isinstance(call, ray.ObjectRef) else call
+            light.append(references[0])
+            heavy.append(references[1:])
+
+        arrays: ArrayRefs = {}
+        for route, references in zip(routes, self.of_first_peers(heavy), strict=True):
+            for reader, reference in zip(route.readers, references, strict=True):
+                arrays.setdefault(reader, []).append(reference)
+        return self.of_first_peers(await self.all(light)), arrays
 
     async def all(self, calls: list[ray.ObjectRef]) -> list[Any]:
         """What every rank answers. Raises `RankLostError` when one is dead or silent, else what one raised."""

@@ -5,7 +5,7 @@ ranks. So gradients are added, over micro-batches and over the mesh's axes, and 
 several ranks have copies counts `1 / copies` on each of them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
 from typing import TypeVar
 
@@ -43,7 +43,7 @@ def optimizer_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     scheduler: LRScheduler,
-    micro_batches: Sequence[MicroBatchT | None],
+    micro_batches: Iterable[MicroBatchT | None],
     loss_fn: LossFn[MicroBatchT],
     *,
     mesh: Mesh,
@@ -134,7 +134,7 @@ def _refusal(loss: float, norm: float, metrics: dict[str, Metric], tensors: list
 def accumulate(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    micro_batches: Sequence[MicroBatchT | None],
+    micro_batches: Iterable[MicroBatchT | None],
     loss_fn: LossFn[MicroBatchT],
 ) -> tuple[Tensor, dict[str, Metric]]:
     """Forward and backward of every micro-batch; gradients end in `.grad`, summed over ranks.

@@ -1,6 +1,6 @@
 """A model that learns, on one rank: its optimizer, its schedule and its part of a checkpoint."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from math import isfinite
 from pathlib import Path
@@ -57,7 +57,7 @@ class Trained(Generic[ModelT]):
 
     def step(
         self,
-        micro_batches: Sequence[MicroBatchT | None],
+        micro_batches: Iterable[MicroBatchT | None],
         loss_fn: LossFn[MicroBatchT],
         planned: Sequence[Sequence[SampleTask]],
     ) -> dict[str, Metric]:

@@ -141,7 +141,7 @@ def train(mesh, path):
     hook = policy.optimizer.register_step_pre_hook(keep_gradients)
     prepared, returns = policy.prepare(plan, samples, inferred, 6, KL_COEF)
     whitened = []
-    for micro_batch in policy.steps[0]:
+    for micro_batch in policy.micro_batches(plan[0]):
         if micro_batch is not None:
             whitened.append(micro_batch.advantages.flatten())
     metrics = report.merge([prepared, policy.train(), critic.train(returns)])

@@ -107,11 +107,7 @@ def train(policy, plan, samples, inferred=None, kl_coef=0.0):
 def spread(policy, plan, samples):
     """Advantages by sample, as the loss gets them."""
     policy.prepare(plan, samples, {}, 6, 0.0)
-    batches = [
-        (tasks, m)
-        for planned, made in zip(plan, policy.steps, strict=True)
-        for tasks, m in zip(planned, made, strict=True)
-    ]
+    batches = [(tasks, m) for planned in plan for tasks, m in zip(planned, policy.micro_batches(planned), strict=True)]
     return {t.at: v for tasks, m in batches for t, v in zip(tasks, gather(m.batch, m.advantages), strict=True)}
 
 
@@ -332,7 +328,7 @@ def test_a_further_column_reaches_the_micro_batch(policy, packed):
     plan = make_plan(samples, steps=(((0, 1),),))
     made = policy(packed=packed)
     made.prepare(plan, dict(enumerate(samples)), {}, 6, 0.0)
-    ((micro_batch,),) = made.steps
+    (micro_batch,) = made.micro_batches(plan[0])
     got = micro_batch.columns["pairs"]
     assert got.shape == (*micro_batch.batch.token_ids.shape, 2)
     rows = [torch.full((9, 2), -1.0), torch.tensor(values)]
