@@ -65,6 +65,7 @@ RUNS: dict[str, list[str]] = {
     "cispo loss": [*TWO_STEPS, LOSS, "cispo", "--actor.eps_clip_low_high", "0.2", "2.0"],
     "gmpo loss": [*TWO_STEPS, LOSS, "gmpo"],
     "stale reinforce": [*STALE, ESTIMATOR, "reinforce"],
+    "stale score centering": [*STALE, ESTIMATOR, "reinforce", "--algo.advantage.score_centering_top_k", "8"],
     "stale grpo": [*STALE, ESTIMATOR, "grpo"],
     "stale gae": [*STALE, *CRITIC],
     "stale gspo": [*STALE, *GSPO],

@@ -651,6 +651,57 @@ def one_loss(c: RLConfig) -> Message:
     return None
 
 
+# Score centering takes the place of loss and correction.
+
+
+@rule("rl")
+def centering_is_the_loss(c: RLConfig) -> Message:
+    centering = RL.algo.advantage.score_centering_top_k
+    if c.algo.advantage.score_centering_top_k == 0:
+        return None
+    off = "or use --algo.advantage.score_centering_top_k 0"
+    for setting in (RL.algo.loss, RL.actor.loss_mode, RL.actor.eps_clip_low_high, RL.actor.dual_clip):
+        if value_of(setting, c) != value_of(setting, RLConfig()):
+            fix = f"Drop --{name_of(setting)}, {off}"
+            return message(c, [centering, setting], "score centering is a loss of its own, which has no ratio", fix)
+    if c.train.max_epochs > 1:
+        consequence = "in a second epoch its tokens are no longer what the sampler's distribution was centred for"
+        return message(c, [centering, RL.train.max_epochs], consequence, f"Use --train.max_epochs 1, {off}")
+    return None
+
+
+@rule("rl")
+def centering_needs_the_whole_distribution(c: RLConfig) -> Message:
+    centering = RL.algo.advantage.score_centering_top_k
+    if c.algo.advantage.score_centering_top_k == 0 or (c.rollout.top_p == 1 and c.rollout.top_k < 1):
+        return None
+    return message(
+        c,
+        [centering, RL.rollout.top_p, RL.rollout.top_k],
+        "the engine renormalises what it samples from, the trainer does not: the center would be that of another "
+        "distribution",
+        "Use --rollout.top_p 1 --rollout.top_k -1",
+    )
+
+
+@rule("rl")
+def centering_corrects_by_token(c: RLConfig) -> Message:
+    advantage = c.algo.advantage
+    by_token = advantage.is_correction_level in ("off", "token") and advantage.is_correction_gating == "ratio"
+    if advantage.score_centering_top_k == 0 or by_token:
+        return None
+    return message(
+        c,
+        [
+            RL.algo.advantage.score_centering_top_k,
+            RL.algo.advantage.is_correction_level,
+            RL.algo.advantage.is_correction_gating,
+        ],
+        "each candidate is corrected by its own ratio, which says nothing of the rest of the sample",
+        "Use --algo.advantage.is_correction_level token (or off) --algo.advantage.is_correction_gating ratio",
+    )
+
+
 # The importance sampling correction.
 
 

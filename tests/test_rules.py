@@ -17,6 +17,8 @@ from molt.config_sft import SftConfig
 from molt.rules import RL, ReadOnlyWhen
 from molt.setting import Reference, name_of, single_settings, value_of
 
+CENTERING = "--algo.advantage.score_centering_top_k"
+
 GOOD_RL = (
     "--actor.model_name_or_path m --data.prompt_dataset p.jsonl --train.agent_path a.py "
     "--rollout.batch_size 12 --rollout.n_samples_per_prompt 4"
@@ -237,6 +239,46 @@ BROKEN = [
         "--actor.loss_mode ppo",
     ),
     (rules.one_loss, "rl", "--algo.loss gspo", ["(=gspo)"], "names no function of yours", "--algo.loss a.py:f"),
+    (
+        rules.centering_is_the_loss,
+        "rl",
+        f"{CENTERING} 8 --actor.loss_mode gspo",
+        ["(=8)", "(=gspo)"],
+        "a loss of its own",
+        "--actor.loss_mode ppo",
+    ),
+    (
+        rules.centering_is_the_loss,
+        "rl",
+        f"{CENTERING} 8 --actor.eps_clip_low_high 0.2 0.28",
+        ["(=8)", "(=(0.2, 0.28))"],
+        "a loss of its own",
+        f"{CENTERING} 0",
+    ),
+    (
+        rules.centering_is_the_loss,
+        "rl",
+        f"{CENTERING} 8 --train.max_epochs 2",
+        ["(=8)", "(=2)"],
+        "in a second epoch",
+        "--train.max_epochs 1",
+    ),
+    (
+        rules.centering_needs_the_whole_distribution,
+        "rl",
+        f"{CENTERING} 8 --algo.advantage.is_correction_level off --rollout.top_p 0.9",
+        ["(=8)", "(=0.9)"],
+        "the center would be that of another distribution",
+        "--rollout.top_p 1 --rollout.top_k -1",
+    ),
+    (
+        rules.centering_corrects_by_token,
+        "rl",
+        f"{CENTERING} 8 --algo.advantage.is_correction_level geo",
+        ["(=8)", "(=geo)"],
+        "each candidate is corrected by its own ratio",
+        "--algo.advantage.is_correction_level token",
+    ),
     *(
         (
             rules.divergence_gates_a_mask,

@@ -1,13 +1,14 @@
 """Policy and critic as one module each: token ids in; log-probs and entropies, or values out."""
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from molt.batch.collate import Batch
 from molt.models.backends.protocol import Backend, CausalLM, ToDisk
-from molt.models.heads import token_logprobs, token_values
+from molt.models.heads import candidate_logprobs, token_values
 from molt.models.load_balance import balance_loss, recorded_routes, refuse_balance
 
 
@@ -32,6 +33,19 @@ def _needed_tokens(batch: Batch, needed: Tensor | None) -> Tensor:
     return needed.to(batch.real.device) & batch.real
 
 
+class PolicyOutput(NamedTuple):
+    """What a forward of the policy gives, float32; entry t is of token t. FSDP finds the tensors in a tuple."""
+
+    logprobs: Tensor
+    """`[B, T]`."""
+    entropy: Tensor
+    """`[B, T]`."""
+    candidate_logprobs: Tensor | None = None
+    """`[B, T, K]`, of the candidates in the place of the token."""
+    balance: Tensor | None = None
+    """`[S]`, the load balance of each sequence."""
+
+
 class PolicyModel(nn.Module):
     """A causal LM whose log-prob head runs inside the root module's forward.
 
@@ -54,39 +68,55 @@ class PolicyModel(nn.Module):
         self.to_disk = to_disk
 
     def forward(
-        self, batch: Batch, *, temperature: float = 1.0, needed: Tensor | None = None, balance: bool = False
-    ) -> tuple[Tensor, ...]:
-        """Log-probs and entropies, float32 `[B, T]`, entry t for token t; see `heads.token_logprobs`.
+        self,
+        batch: Batch,
+        *,
+        temperature: float = 1.0,
+        needed: Tensor | None = None,
+        candidates: Tensor | None = None,
+        balance: bool = False,
+    ) -> PolicyOutput:
+        """Log-probs and entropies, and what else is asked for; see `heads.token_logprobs`.
 
-        needed: bool `[B, T]`, the only tokens that go through the head; None: every real one. balance: also return
-        the load balance of all real tokens, float32 `[S]`, see `load_balance.balance_loss`; with FSDP its gradient
-        must come in one backward pass with that of the others. The batch may be on the host. With FSDP, every rank
-        calls it the same number of times. Raises `ConfigError` for `balance` with a model without experts.
+        needed: bool `[B, T]`, the only tokens that go through the head; None: every real one. candidates: int64
+        `[B, T, K]`, tokens whose log-probs in the place of each token are wanted as well. balance: also return
+        the load balance of all real tokens, see `load_balance.balance_loss`; with FSDP its gradient must come in one
+        backward pass with that of the others. The batch may be on the host. With FSDP, every rank calls it the same
+        number of times. Raises `ConfigError` for `balance` with a model without experts.
         """
         if not balance:
-            return self._logprobs_and_entropies(batch, temperature, needed)
+            return self._through_the_head(batch, temperature, needed, candidates)
 
         config = self.causal_lm.config
         routers = self.backend.routers(self.causal_lm)
         refuse_balance(config, "`balance` (=True)", len(routers))
         with recorded_routes(routers) as routes:
-            logprobs, entropies = self._logprobs_and_entropies(batch, temperature, needed)
-        return logprobs, entropies, balance_loss(routes, config.model_type, batch)
+            output = self._through_the_head(batch, temperature, needed, candidates)
+        return output._replace(balance=balance_loss(routes, config.model_type, batch))
 
-    def _logprobs_and_entropies(self, batch: Batch, temperature: float, needed: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _through_the_head(
+        self, batch: Batch, temperature: float, needed: Tensor | None, candidates: Tensor | None
+    ) -> PolicyOutput:
         decoder = self.backend.decoder(self.causal_lm)
         head = self.backend.head(self.causal_lm)
         batch = on_device(batch, head.weight.device)
-        return token_logprobs(
+        tokens = batch.token_ids[..., None]
+        if candidates is not None:
+            tokens = torch.cat([tokens, candidates.to(head.weight.device)], -1)
+        logprobs, entropy = candidate_logprobs(
             self.backend.hidden_states(decoder, batch),
             head.weight,
-            batch.token_ids,
+            tokens,
             batch.cu_seqlens,
             temperature=temperature,
             needed=_needed_tokens(batch, needed),
             bias=head.bias,
             softcap=getattr(self.causal_lm.config, "final_logit_softcapping", None),
         )
+        output = PolicyOutput(logprobs=logprobs[..., 0], entropy=entropy)
+        if candidates is not None:
+            output = output._replace(candidate_logprobs=logprobs[..., 1:])
+        return output
 
 
 class ValueModel(nn.Module):

@@ -89,8 +89,30 @@ def _token_reward(algorithm: Algorithm) -> str:
     return f"{last}, else 0"
 
 
+def _centered_loss(config: RLConfig, algorithm: Algorithm) -> Definitions:
+    """`loss` of score centering, and the names in its formula."""
+    advantage = config.algo.advantage
+    k = advantage.score_centering_top_k
+    per_token = _with_regularisers("-A (f(p/q) logprob - center)", algorithm)
+    total = f"sum_t {AGGREGATIONS[config.actor.loss_agg_mode].formula} * {per_token}"
+    if config.actor.aux_loss_coef:
+        total += f" + {config.actor.aux_loss_coef:g} mean(balance)"
+    f = "1"
+    if advantage.is_correction_level != "off":
+        low, high = advantage.band
+        f = describe("token", advantage.is_correction_mode, "ratio", low, high).replace("w", "p/q")
+    return {
+        "loss": f"{total}    [score centering]",
+        "center": f"sum of (q f(p/q) - alpha p) log p over the engine's {k} likeliest tokens v",
+        "f(p/q)": f,
+        "p, q": "exp(logprob) now, exp(rollout)",
+    }
+
+
 def _loss(config: RLConfig, algorithm: Algorithm) -> Definitions:
     """`loss`, and the names in its formula."""
+    if config.algo.advantage.score_centering_top_k:
+        return _centered_loss(config, algorithm)
     actor = config.actor
     algo = config.algo
     advantage = algo.advantage

@@ -67,8 +67,7 @@ def logprobs_forward(model: PolicyModel, temperature: float) -> Forward:
     """The forward that gives log-probs at a temperature."""
 
     def forward(batch: Batch, needed: Tensor | None) -> Tensor:
-        logprobs, _ = model(batch, temperature=temperature, needed=needed)
-        return logprobs
+        return model(batch, temperature=temperature, needed=needed).logprobs
 
     return forward
 

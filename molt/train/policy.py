@@ -14,15 +14,18 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from molt.algo.centering import centered_loss, weighting
 from molt.algo.importance import correction
 from molt.algo.kl import kl_per_token
 from molt.algo.ratio import log_ratio
 from molt.algorithm import load_algorithm
 from molt.batch.collate import Batch, collate, gather, scatter
 from molt.batch.plan import Place, RankPlan, SampleTask
+from molt.columns import CandidateColumns, candidate_columns
 from molt.config import ActorConfig, AlgoConfig, FsdpConfig, TrainConfig
+from molt.errors import TrainingError
 from molt.models.build import build_policy
-from molt.models.forward import PolicyModel
+from molt.models.forward import PolicyModel, PolicyOutput
 from molt.parallel.mesh import Mesh, seed
 from molt.publish.gather import named_full_tensors
 from molt.report.metrics import merge
@@ -111,6 +114,10 @@ class Policy(Trained[PolicyModel]):
         self.settings = settings
         self.algorithm = load_algorithm(settings.algo, settings.actor)
         self.kl_coef = 0.0
+        self.candidates: CandidateColumns | None = None
+        """What the engine recorded for score centering; None without it."""
+        if settings.algo.advantage.score_centering_top_k:
+            self.candidates = candidate_columns(settings.algo.advantage.score_centering_top_k)
         self.prepared = EMPTY_BATCH
 
     def prepare(
@@ -127,6 +134,7 @@ class Policy(Trained[PolicyModel]):
         inferred: `ref_logprobs` and `values` of this rank's samples, where they are needed. Returns this rank's
         metrics (`staleness/*`, `train/kl` if it is in the reward), and the returns `A + V` that a critic learns.
         """
+        self._require_candidates(plan, samples)
         self.prepared = EMPTY_BATCH  # frees one that was prepared and not trained
         self.kl_coef = kl_coef
         if self.settings.algo.kl.ref == "rollout":
@@ -166,7 +174,7 @@ class Policy(Trained[PolicyModel]):
         token_ids = [np.asarray(ids) for ids in sequences]
         batch = collate(token_ids, packed=self.settings.fsdp.packing_samples)
         with torch.no_grad():
-            logprobs, _ = self.model(batch, temperature=1.0)
+            logprobs = self.model(batch, temperature=1.0).logprobs
         return [of_sequence.float().cpu().numpy() for of_sequence in gather(batch, logprobs)]
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -177,11 +185,30 @@ class Policy(Trained[PolicyModel]):
         """Write the model as `from_pretrained` loads it."""
         export_hf(self.model, tokenizer, path, self.mesh)
 
+    def _require_candidates(self, plan: RankPlan, samples: Samples) -> None:
+        """Raise `TrainingError` for a sample that was made without what score centering reads."""
+        if self.candidates is None:
+            return
+        for task in tasks_of(plan):
+            columns = sample_of(samples, task).columns.arrays
+            if self.candidates.ids not in columns or self.candidates.logprobs not in columns:
+                k = self.settings.algo.advantage.score_centering_top_k
+                group, _, _ = task.at
+                raise TrainingError(
+                    f"`algo.advantage.score_centering_top_k` (={k}), but the samples of group {group} of this "
+                    "batch were made without the candidates of that many: their center is unknown. Groups in a "
+                    "checkpoint or dump keep what they were made with; use the value of that run."
+                )
+
     def _old_logprobs(self, plan: RankPlan, samples: Samples) -> TokenArrays:
         """Log-probs at the weights that the batch starts with, for the steps that run at other weights."""
         # The very first step runs at the weights of `old`; a second epoch, or a KL in the reward, needs it for all.
-        needed_for_all = self.settings.train.max_epochs > 1 or self.algorithm.kl_in_reward
-        steps = plan if needed_for_all else plan[1:]
+        if self.settings.train.max_epochs > 1 or self.algorithm.kl_in_reward:
+            steps = plan
+        elif self.candidates is not None:  # score centering has no ratio to older weights
+            steps = []
+        else:
+            steps = plan[1:]
         forward = logprobs_forward(self.model, self.settings.temperature)
         return infer(forward, steps, samples, packed=self.settings.fsdp.packing_samples)
 
@@ -241,29 +268,33 @@ class Policy(Trained[PolicyModel]):
         """`sum(weight * (policy * c + beta KL - entropy_coef H))`, and the load balance, of a micro-batch."""
         actor = self.settings.actor
         mask = micro_batch.mask
-        balance = None
-        if actor.aux_loss_coef:
-            logprobs, entropy, balance = model(
-                micro_batch.batch, temperature=self.settings.temperature, needed=mask, balance=True
-            )
-        else:
-            logprobs, entropy = model(micro_batch.batch, temperature=self.settings.temperature, needed=mask)
+        output: PolicyOutput = model(
+            micro_batch.batch,
+            temperature=self.settings.temperature,
+            needed=mask,
+            candidates=self._candidates(micro_batch),
+            balance=actor.aux_loss_coef != 0,
+        )
+        logprobs = output.logprobs
         if logprobs.isnan().any():  # no ratio can be formed: the breaker skips the step, on every rank
             return logprobs.sum(), {}
 
-        loss, metrics = self._policy_loss(logprobs, micro_batch)
+        if output.candidate_logprobs is None:
+            loss, metrics = self._policy_loss(logprobs, micro_batch)
+        else:
+            loss, metrics = self._centered_loss(logprobs, output.candidate_logprobs, micro_batch)
         if micro_batch.ref_logprobs is not None:
             kl = self._kl_to(micro_batch.ref_logprobs, logprobs)
             loss = loss + self.kl_coef * kl
             metrics["train/kl"] = _over_tokens(kl.detach(), mask)
         if actor.entropy_coef:
-            loss = loss - actor.entropy_coef * entropy
-        metrics["train/entropy"] = _over_tokens(entropy.detach(), mask)
+            loss = loss - actor.entropy_coef * output.entropy
+        metrics["train/entropy"] = _over_tokens(output.entropy.detach(), mask)
 
         total = (micro_batch.weights * loss).sum()
-        if balance is not None:
-            total = total + actor.aux_loss_coef * (micro_batch.shares * balance).sum()
-            metrics["train/balance_loss"] = Metric(float(balance.detach().sum()), len(micro_batch.shares))
+        if output.balance is not None:
+            total = total + actor.aux_loss_coef * (micro_batch.shares * output.balance).sum()
+            metrics["train/balance_loss"] = Metric(float(output.balance.detach().sum()), len(micro_batch.shares))
         return total, metrics
 
     def _policy_loss(self, logprobs: Tensor, micro_batch: PolicyMicroBatch) -> tuple[Tensor, dict[str, Metric]]:
@@ -290,6 +321,29 @@ class Policy(Trained[PolicyModel]):
             loss = loss * coefficient
             metrics["ratio/filtered_fraction"] = _over_tokens(~inside, micro_batch.mask)
         return loss, metrics
+
+    def _candidates(self, micro_batch: PolicyMicroBatch) -> Tensor | None:
+        """The tokens whose log-probs score centering needs, int64 `[B, T, K]`; None without it."""
+        if self.candidates is None:
+            return None
+        return micro_batch.columns[self.candidates.ids.name].long()
+
+    def _centered_loss(
+        self, logprobs: Tensor, candidate_logprobs: Tensor, micro_batch: PolicyMicroBatch
+    ) -> tuple[Tensor, dict[str, Metric]]:
+        """The loss of score centering, `[B, T]`, in the place of policy loss and importance correction."""
+        assert self.candidates is not None
+        config = self.settings.algo.advantage
+        loss = centered_loss(
+            logprobs,
+            candidate_logprobs,
+            micro_batch.advantages,
+            micro_batch.rollout_logprobs,
+            micro_batch.columns[self.candidates.logprobs.name],
+            micro_batch.mask,
+            weight=weighting(config.is_correction_level, config.is_correction_mode, *config.band),
+        )
+        return loss, _ratio_metrics(logprobs.detach(), micro_batch)
 
     def _importance(self, old: Tensor, micro_batch: PolicyMicroBatch) -> tuple[Tensor, Tensor]:
         """`algo.importance.correction` of trainer against engine: the coefficient, and where it changed nothing."""

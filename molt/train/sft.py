@@ -243,7 +243,7 @@ class SftRun:
                     self.model(dummy_batch(), needed=None)
                     continue
                 mask = micro_batch.mask
-                logprobs, _ = self.model(micro_batch.batch, needed=mask)
+                logprobs = self.model(micro_batch.batch, needed=mask).logprobs
                 loss = -(logprobs * mask).sum().double()
                 sums += torch.stack([loss, mask.sum().double()])
         # Collective over the data-parallel axes: every rank.

@@ -9,10 +9,13 @@ import torch.distributed as dist
 
 from molt.batch.collate import gather
 from molt.batch.plan import SampleTask
-from molt.columns import NOT_GENERATED, Column
+from molt.columns import NOT_GENERATED, Column, candidate_columns, token_columns
 from molt.config import ActorConfig, AdamConfig, AdvantageConfig, AlgoConfig, FsdpConfig, KlConfig, TrainConfig
+from molt.errors import TrainingError
 from molt.report import metrics as report
+from molt.train.inference import tasks_of
 from molt.train.policy import Policy, PolicySettings
+from molt.types import Sample
 from tests.streams import sample_from
 from tests.tiny import tiny_qwen3
 from tests.train.ranks import alone, run_ranks, whole
@@ -185,6 +188,80 @@ def test_loss_and_gradient_of_a_step(policy, level, mode, band, packed):
         assert metrics["ratio/filtered_fraction"].count == 28
     else:
         assert "ratio/filtered_fraction" not in metrics
+
+
+def with_candidates(samples, k, seed=3):
+    """The same samples with the k likeliest tokens of some sampler at each generated token; its log-probs `[T, V]`."""
+    rng = np.random.default_rng(seed)
+    columns = candidate_columns(k)
+    made, samplers = [], {}
+    for g, rollouts in enumerate(samples):
+        made.append([])
+        for r, (sample,) in enumerate(rollouts):
+            ours = log_distributions(reference_model(), sample.token_ids).detach().numpy()
+            log_q = np.log(softmax(ours + rng.uniform(-GAP, GAP, ours.shape)))
+            ids = np.argsort(-log_q, axis=1)[:, :k]
+            ids[~sample.mask] = 0
+            candidates = np.where(sample.mask[:, None], np.take_along_axis(log_q, ids, 1), 0)
+            sampled = np.where(sample.mask, log_q[np.arange(len(ids)), sample.token_ids], 0)
+            tokens = token_columns(sample.token_ids, sample.versions, sampled)
+            tokens = tokens.with_column(columns.ids, ids).with_column(columns.logprobs, candidates)
+            made[-1].append([Sample(tokens)])
+            samplers[g, r] = log_q
+    return made, samplers
+
+
+def softmax(x):
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def log_distributions(model, ids):
+    """float64 [T, V], row t the log-probs in the place of token t, at the temperature; 0 for the first."""
+    logits = model(input_ids=torch.tensor(np.asarray(ids, np.int64))[None], use_cache=False).logits[0, :-1]
+    logp = (logits / TEMPERATURE).log_softmax(-1)
+    return torch.cat([torch.zeros(1, logp.shape[1]), logp])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("level", ["off", "token"])
+def test_loss_and_gradient_of_score_centering(policy, level, packed):
+    """Against the formula token by token, in float64, with all the probabilities at hand."""
+    k, high = 4, 1.2
+    advantage = AdvantageConfig(
+        estimator="grpo", is_correction_level=level, is_correction_mode="trunc",
+        is_correction_threshold=(0.0, high), score_centering_top_k=k,
+    )  # fmt: skip
+    ours = policy(advantage=advantage, packed=packed)
+    samples, samplers = with_candidates(make_samples(), k)
+    plan = make_plan(samples)
+
+    def f(ratio):
+        return min(ratio, high) if level == "token" else 1.0
+
+    reference, loss = reference_model(), 0.0
+    for task in tasks_of(plan):
+        sample = samples[task.at[0]][task.at[1]][0]
+        logp = log_distributions(reference, sample.token_ids)
+        for t in np.flatnonzero(sample.mask):
+            p, q = logp[t].detach().exp().numpy(), np.exp(samplers[task.at[:2]][t])
+            held = np.argsort(-q)[:k]
+            rho = (1 - q[held].sum()) / (1 - p[held].sum())
+            alpha = rho * f(1 / rho)
+            y = sample.token_ids[t]
+            center = sum((q[v] * f(p[v] / q[v]) - alpha * p[v]) * logp[t, v] for v in held)
+            loss = loss - task.weight * task.advantage * (f(p[y] / q[y]) * logp[t, y] - center)
+    ours.optimizer.register_step_pre_hook(lambda *_: assert_same_gradients(ours, loss, reference))
+    metrics = train(ours, plan, samples)
+    assert metrics["train/loss"].total == pytest.approx(loss.item(), abs=1e-5)
+    assert "train/clip_fraction" not in metrics and metrics["ratio/mean"].count == 28
+
+
+def test_samples_without_candidates_are_refused_and_not_taken_for_certain(policy):
+    samples, _ = with_candidates(make_samples(), 3)
+    advantage = AdvantageConfig(estimator="grpo", score_centering_top_k=4)
+    with pytest.raises(TrainingError, match=r"score_centering_top_k` \(=4\), but the samples of group 0"):
+        train(policy(advantage=advantage), make_plan(samples), samples)
 
 
 def test_ratio_metrics_by_hand(policy):
