@@ -36,8 +36,8 @@ def naive(hidden, weight, token_ids):
 def molt(hidden, weight, token_ids):
     from molt.models.heads import token_logprobs
 
-    logprobs, entropy = token_logprobs(hidden, weight, token_ids, None, temperature=1.0)
-    return logprobs[:, 1:], entropy[:, 1:]
+    logprobs, entropy = token_logprobs(hidden, weight, token_ids[..., None], None, temperature=1.0)
+    return logprobs[:, 1:, 0], entropy[:, 1:]
 
 
 HEADS = {"naive": naive, "molt": molt}

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from molt.batch.collate import Batch
 from molt.models.backends.protocol import Backend, CausalLM, ToDisk
-from molt.models.heads import candidate_logprobs, token_values
+from molt.models.heads import token_logprobs, token_values
 from molt.models.load_balance import balance_loss, recorded_routes, refuse_balance
 
 
@@ -103,7 +103,7 @@ class PolicyModel(nn.Module):
         tokens = batch.token_ids[..., None]
         if candidates is not None:
             tokens = torch.cat([tokens, candidates.to(head.weight.device)], -1)
-        logprobs, entropy = candidate_logprobs(
+        logprobs, entropy = token_logprobs(
             self.backend.hidden_states(decoder, batch),
             head.weight,
             tokens,

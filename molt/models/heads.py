@@ -247,7 +247,7 @@ def token_values(hidden: Tensor, head: Callable[[Tensor], Tensor], needed: Tenso
 def token_logprobs(
     hidden: Tensor,
     weight: Tensor,
-    token_ids: Tensor,
+    tokens: Tensor,
     cu_seqlens: Tensor | None,
     *,
     temperature: float = 1.0,
@@ -256,49 +256,18 @@ def token_logprobs(
     softcap: float | None = None,
     chunk_elements: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`log softmax(head(hidden[t - 1]) / temperature)[token_t]` and the entropy of that distribution, at t.
+    """`log softmax(head(hidden[t - 1]) / temperature)` of J tokens in the place of token t, and that entropy, at t.
 
-    hidden: `[B, T, H]` after the final norm; weight: `[V, H]` of the same dtype; token_ids: int64 `[B, T]`;
-    cu_seqlens: int32 `[S + 1]` of a packed row (then B = 1) or None; needed: bool `[B, T]`, the only tokens that
-    go through the head (None: all); bias: `[V]`; softcap: logits become `softcap * tanh(logits / softcap)`.
-    Returns float32 `[B, T]` twice, 0 at the first token of each sequence and where not needed. Gradients flow
-    through both; that of the entropy costs nothing where the loss does not use it. `chunk_elements` bounds the logits
-    held at once, in float32 elements.
+    hidden: `[B, T, H]` after the final norm; weight: `[V, H]` of the same dtype; tokens: int64 `[B, T, J]`, the token
+    itself and others that could stand there; cu_seqlens: int32 `[S + 1]` of a packed row (then B = 1) or None; needed:
+    bool `[B, T]`, the only places that go through the head (None: all); bias: `[V]`; softcap: logits become
+    `softcap * tanh(logits / softcap)`. Returns float32 `[B, T, J]` and `[B, T]`, 0 at the first token of each sequence
+    and where not needed. Gradients flow through both; that of the entropy costs nothing where the loss does not use it.
+    `chunk_elements` bounds the logits held at once, in float32 elements.
     Source: recomputed cross-entropy, Liger kernel, arXiv 2410.10989 (there fused with the loss; here per token).
     """
-    logprobs, entropy = candidate_logprobs(
-        hidden,
-        weight,
-        token_ids[..., None],
-        cu_seqlens,
-        temperature=temperature,
-        needed=needed,
-        bias=bias,
-        softcap=softcap,
-        chunk_elements=chunk_elements,
-    )
-    return logprobs[..., 0], entropy
-
-
-def candidate_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    candidates: Tensor,
-    cu_seqlens: Tensor | None,
-    *,
-    temperature: float = 1.0,
-    needed: Tensor | None = None,
-    bias: Tensor | None = None,
-    softcap: float | None = None,
-    chunk_elements: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`token_logprobs` of J tokens in the place of each.
-
-    candidates: int64 `[B, T, J]`. Returns log-probs float32 `[B, T, J]` and the entropy, float32 `[B, T]`. The other
-    arguments, the zeros and the gradients are as of `token_logprobs`.
-    """
     if needed is None:
-        needed = torch.ones_like(candidates[..., 0], dtype=torch.bool)
+        needed = torch.ones_like(tokens[..., 0], dtype=torch.bool)
     predicted = _predicted_tokens(needed, cu_seqlens)
     states = _states_before(hidden, predicted)
     if bias is not None:  # rare: one more input that is always 1
@@ -313,10 +282,10 @@ def candidate_logprobs(
         softcap=softcap,
         chunk=max(1, chunk_elements // len(weight)),
     )
-    logprobs, entropy = _ChunkedLogProbs.apply(states, weight, candidates[predicted], head)
+    logprobs, entropy = _ChunkedLogProbs.apply(states, weight, tokens[predicted], head)
 
-    all_logprobs = torch.zeros_like(candidates, dtype=torch.float32)
-    all_entropies = torch.zeros_like(candidates[..., 0], dtype=torch.float32)
+    all_logprobs = torch.zeros_like(tokens, dtype=torch.float32)
+    all_entropies = torch.zeros_like(tokens[..., 0], dtype=torch.float32)
     return (
         all_logprobs.masked_scatter(predicted[..., None].expand_as(all_logprobs), logprobs),
         all_entropies.masked_scatter(predicted, entropy),

@@ -32,6 +32,7 @@ from molt.data.conversations import Conversation, build_conversations
 from molt.data.mixture import EpochOrder
 from molt.data.rows import load_rows
 from molt.models.build import build_policy
+from molt.models.forward import PolicyOutput
 from molt.parallel.mesh import Mesh, init_distributed, resolve_device, single_threaded_on_cpu
 from molt.parallel.shape import ALL_AXES, DATA_AXES, MeshShape
 from molt.report.metrics import values
@@ -401,7 +402,7 @@ class SftRun:
 def negative_log_likelihood(model: nn.Module, micro_batch: SftMicroBatch) -> tuple[Tensor, dict[str, Metric]]:
     """`-sum(weight * log p(token))` over the trained tokens."""
     mask = micro_batch.mask
-    logprobs, entropy = model(micro_batch.batch, needed=mask)
-    trained_entropy = (entropy.detach() * mask).sum()
+    output: PolicyOutput = model(micro_batch.batch, needed=mask)
+    trained_entropy = (output.entropy.detach() * mask).sum()
     metrics = {"train/entropy": Metric(float(trained_entropy), float(mask.sum()))}
-    return -(micro_batch.weights * logprobs).sum(), metrics
+    return -(micro_batch.weights * output.logprobs).sum(), metrics

@@ -3,9 +3,16 @@
 import pytest
 import torch
 
-from molt.models.heads import candidate_logprobs, token_logprobs, token_values
+from molt.models import heads
+from molt.models.heads import token_values
 
 VOCAB, HIDDEN = 50, 8
+
+
+def token_logprobs(hidden, weight, token_ids, *args, **kwargs):
+    """Of one token in each place, `[B, T]`."""
+    logprobs, entropy = heads.token_logprobs(hidden, weight, token_ids[..., None], *args, **kwargs)
+    return logprobs[..., 0], entropy
 
 
 def naive(hidden, weight, token_ids, *, temperature, bias=None, softcap=None):
@@ -74,8 +81,6 @@ def test_the_gradient_of_the_entropy_is_that_of_a_full_softmax(inputs, packed, c
 
 
 def test_an_entropy_that_nobody_differentiates_costs_nothing(inputs, monkeypatch):
-    import molt.models.heads as heads
-
     hidden, weight, _, token_ids, upstream = inputs
     entropy_grads, compute = [], heads._logits_to_gradient
 
@@ -162,7 +167,7 @@ def test_several_candidates_in_the_place_of_a_token(inputs, chunk):
     candidates = torch.randint(0, VOCAB, (3, 7, 5))
     candidates[..., 4] = candidates[..., 0]
     upstream = torch.randn(3, 7, 5)
-    got, entropy = candidate_logprobs(hidden, weight, candidates, None, temperature=0.7, chunk_elements=chunk * VOCAB)
+    got, entropy = heads.token_logprobs(hidden, weight, candidates, None, temperature=0.7, chunk_elements=chunk * VOCAB)
     logp = (hidden @ weight.t() / 0.7).log_softmax(-1)[:, :-1]
     want = torch.cat([torch.zeros(3, 1, 5), logp.gather(-1, candidates[:, 1:])], 1)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=0)

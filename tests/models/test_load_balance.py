@@ -95,12 +95,14 @@ def test_values_are_those_of_each_sequence_alone(directory, mesh, kind, backend)
     with torch.no_grad():
         want = torch.stack([reference(exact, kind, ids) for ids in sequences()]).float()
         for packed in (True, False):
-            *output, balance = model(collate(sequences(), packed=packed), balance=True)
+            output = model(collate(sequences(), packed=packed), balance=True)
+            balance = output.balance
             assert balance.dtype == torch.float32
             torch.testing.assert_close(balance, want, atol=1e-5, rtol=0)
             # Asking for it changes nothing else, and leaves no hook behind.
-            assert all(map(torch.equal, output, model(collate(sequences(), packed=packed))))
-        alone = [model(collate([ids], packed=True), balance=True)[2] for ids in sequences()]
+            plain = model(collate(sequences(), packed=packed))
+            assert torch.equal(output.logprobs, plain.logprobs) and torch.equal(output.entropy, plain.entropy)
+        alone = [model(collate([ids], packed=True), balance=True).balance for ids in sequences()]
     torch.testing.assert_close(torch.cat(alone), want, atol=1e-5, rtol=0)
     assert ((want - 1).abs() > 1e-3).all()  # not balanced
 
@@ -126,8 +128,8 @@ def gradients(mesh, cases):
         model = build(path, mesh, backend, "none" if path.name == "deepseek_v3" else "full")
         mine = sequences()[mesh.rank :: mesh.size]
         for batch in [mine] if mesh.size == 1 else [mine[:1], mine[1:]]:
-            logprobs, _, balance = model(collate(batch, packed=packed), balance=True)
-            (logprobs.sum() / 100 + balance.sum()).backward()
+            output = model(collate(batch, packed=packed), balance=True)
+            (output.logprobs.sum() / 100 + output.balance.sum()).backward()
         results[path.name, backend] = {name: whole(p.grad) for name, p in model.named_parameters()}
     return results
 

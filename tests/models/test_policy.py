@@ -43,7 +43,7 @@ def test_packed_equals_padded_equals_single_equals_transformers(tiny, mesh, atte
         for i, ids in enumerate(map(torch.tensor, sequences())):
             logits = reference(ids[None]).logits[0, :-1] / 0.8
             want = logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
-            single, _ = model(collate([ids], packed=False), temperature=0.8)
+            single = model(collate([ids], packed=False), temperature=0.8).logprobs
             for got in (packed[i], padded[i], single[0]):
                 assert got[0] == 0
                 torch.testing.assert_close(got[1:], want, atol=1e-5, rtol=0)
@@ -86,7 +86,7 @@ def test_dropout_is_off_in_training(mesh, tmp_path):
 
 def test_masters_stay_float32_when_compute_is_bfloat16(tiny, mesh):
     model = build(tiny, mesh, param_dtype="bf16")
-    logprobs, _ = model(collate(sequences(), packed=True))
+    logprobs = model(collate(sequences(), packed=True)).logprobs
     logprobs.sum().backward()
     assert logprobs.dtype == torch.float32
     assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float32}

@@ -73,7 +73,7 @@ def test_every_trained_token_has_the_loss_of_a_plain_forward(trained, mesh, tmp_
     assert len(micro_batches) == 2
     for m in micro_batches:
         with torch.no_grad():
-            logprobs, _ = run.model(m.batch, needed=m.mask)
+            logprobs = run.model(m.batch, needed=m.mask).logprobs
             loss += negative_log_likelihood(run.model, m)[0].item()
         parts = (gather(m.batch, values) for values in (m.batch.token_ids, logprobs, m.mask, m.weights))
         for ids, values, mask, weights in zip(*parts, strict=True):
