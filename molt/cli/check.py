@@ -288,9 +288,9 @@ def check_description(
 
 def check_balance(found: Findings, setting: object, coefficient: float, description: "PreTrainedConfig") -> None:
     """Add an error if there are no experts to balance."""
-    if coefficient > 0:
-        from molt.models.load_balance import refuse_balance
+    from molt.models.load_balance import refuse_balance
 
+    if coefficient > 0:
         found.attempt(refuse_balance, description, f"`{name_of(setting)}` (={coefficient:g})")
 
 

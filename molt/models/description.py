@@ -1,20 +1,15 @@
-"""A model's configuration, checked before any weight is read.
+"""A model's configuration, checked before any weight is read. Importing this imports no model class."""
 
-`molt check` imports it, and for most models no model class, no FSDP and no compiler with it.
-"""
-
-import sys
 from pathlib import Path
 
 from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from molt.config import FsdpConfig
 from molt.errors import ConfigError
 from molt.hub import only_local
 from molt.models.backends.choice import load_backend
 
-CAUSAL_LMS = ("ForCausalLM", "LMHeadModel")
-"""How transformers ends the names of classes that generate text."""
 SINKS = ("deepseek_v4", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash")
 """Types of models whose attention has sinks: no configuration says so."""
 LOGIT_SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier")
@@ -57,37 +52,19 @@ def _read_config(path: str, setting: str) -> PreTrainedConfig:
 def _refuse_other_kinds(config: PreTrainedConfig, setting: str, *, trained: bool) -> None:
     """Raise `ConfigError` for what is not a causal LM, or reads images and is to be trained."""
     names = config.architectures or []
-    generates = all(name.endswith(CAUSAL_LMS) for name in names)
-    if generates and has_class_of_its_name(config):
+    generates = all(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
+    is_causal_lm = generates and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    if is_causal_lm:
         return
 
-    # For the other kinds: it imports FSDP and torch's compiler.
-    from transformers.models.auto import modeling_auto
-
-    if generates and type(config) in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING:
-        return
     shown = names or type(config).__name__
-    if type(config) not in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         raise ConfigError(f"{setting} is {shown}, not a causal LM: it cannot generate text. Use one.")
     if trained:
         raise ConfigError(
             f"{setting} is {shown}, which reads images: training such models is not built "
             "yet. Use a causal LM, or measure this one with `molt eval`."
         )
-
-
-def has_class_of_its_name(config: PreTrainedConfig) -> bool:
-    """Whether beside `FooConfig`, if that has no parts (text, vision), transformers has a `FooForCausalLM`.
-
-    Then it is a causal LM, found without importing a model class. Where not, it may be one under another name.
-    """
-    if config.sub_configs:
-        return False
-    config_class = type(config)
-    package = sys.modules[config_class.__module__.rpartition(".")[0]]
-    stem = config_class.__name__.removesuffix("Config")
-    names = dir(package)
-    return any(stem + ending in names for ending in CAUSAL_LMS)
 
 
 def _refuse_scaled_logits(config: PreTrainedConfig, setting: str) -> None:

@@ -123,14 +123,7 @@ def test_automodel_that_is_not_installed(run, capsys, monkeypatch):
     assert len(errors) == 1 and "not installed (pip install 'molt[automodel]'; on a CPU" in errors[0]
 
 
-HEAVY = (
-    "nemo_automodel",
-    "ray",
-    "torch._dynamo",
-    "torch._inductor",
-    "torch.distributed.fsdp",
-    "transformers.modeling_utils",
-)
+HEAVY = ("nemo_automodel", "ray", "transformers.modeling_utils", "molt.models.build")
 IMPORTED = f"""
 import sys
 from molt.cli.main import main
@@ -141,7 +134,7 @@ print("code", code, "imported", [name for name in {HEAVY} if name in sys.modules
 
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", COMMANDS)
-def test_a_check_imports_no_model_class_no_fsdp_and_no_compiler(run, kind):
+def test_a_check_imports_no_model_class(run, kind):
     flags = ["check", *COMMANDS[kind].format(model="model").split()]
     checked = subprocess.run([sys.executable, "-c", IMPORTED, *flags], capture_output=True, text=True, timeout=120)
     assert checked.stdout.splitlines()[-1] == "code 0 imported []", checked.stdout + checked.stderr

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedConfig
@@ -10,9 +9,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 
 from molt.config import FsdpConfig
 from molt.errors import ConfigError, did_you_mean
-
-if TYPE_CHECKING:  # it imports torch.nn, which `molt check` does without
-    from molt.models.backends.protocol import Backend
+from molt.models.backends.protocol import Backend
 
 ATTENTIONS = ("varlen", "sdpa", "eager")
 GPU_ATTENTIONS = ("flash_attention_2", "flash_attention_3")
@@ -27,19 +24,19 @@ WHY_NO_ATTENTION = {
 class Row:
     """A back end that can be chosen."""
 
-    load: Callable[[], "Backend"]
+    load: Callable[[], Backend]
     """Imports it: a run pays for the one that it takes."""
     auto_on: tuple[str, ...]
     """The types of devices on which `fsdp.backend auto` takes it, if it has no obstacle to the model."""
 
 
-def _automodel() -> "Backend":
+def _automodel() -> Backend:
     from molt.models.backends import automodel
 
     return automodel
 
 
-def _transformers() -> "Backend":
+def _transformers() -> Backend:
     from molt.models.backends import transformers
 
     return transformers
@@ -52,7 +49,7 @@ BACKENDS: dict[str, Row] = {
 """By value of `fsdp.backend`; auto takes the first that it can."""
 
 
-def load_backend(name: str) -> "Backend":
+def load_backend(name: str) -> Backend:
     """The back end of that name in the table. Raises `ConfigError` for another name."""
     row = BACKENDS.get(name)
     if row is None:
@@ -63,7 +60,7 @@ def load_backend(name: str) -> "Backend":
     return row.load()
 
 
-def choose_backend(fsdp: FsdpConfig, config: PreTrainedConfig, device: torch.device, attention: str) -> "Backend":
+def choose_backend(fsdp: FsdpConfig, config: PreTrainedConfig, device: torch.device, attention: str) -> Backend:
     """The back end that builds the model. `load_config` has refused a setting that names one with an obstacle.
 
     attention: what `attention_implementation` returned. Raises `ConfigError` when none can train the model.

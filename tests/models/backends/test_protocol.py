@@ -24,6 +24,7 @@ EXPERT_LAYERS = {"qwen3_moe": 2, "deepseek_v3": 1, "glm4_moe": 1}
 EXPERTS = 4
 EXPERTS_PER_TOKEN = 2
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.filterwarnings("ignore:Qwen2ForCausalLM is deprecated")  # of AutoModel
 torch.set_num_threads(1)
 over_all = pytest.mark.parametrize(("model", "backend"), CASES)
 
