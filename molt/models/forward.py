@@ -113,9 +113,10 @@ class PolicyModel(nn.Module):
             bias=head.bias,
             softcap=getattr(self.causal_lm.config, "final_logit_softcapping", None),
         )
-        output = PolicyOutput(logprobs=logprobs[..., 0], entropy=entropy)
+        # Clones: FSDP hangs its backward hook on what is returned, which an in-place operation on a view would drop.
+        output = PolicyOutput(logprobs=logprobs[..., 0].clone(), entropy=entropy)
         if candidates is not None:
-            output = output._replace(candidate_logprobs=logprobs[..., 1:])
+            output = output._replace(candidate_logprobs=logprobs[..., 1:].clone())
         return output
 
 
