@@ -105,7 +105,7 @@ class AgentHost:
         failures: list[InfraFailure] = []
         while len(failures) <= self.settings.rollout.max_retries:
             try:
-                episode = await self._attempt(task, index)
+                episode = await self._attempt(task, index, number=len(failures))
             except InfraFailure as failure:
                 failures.append(_without_user_types(failure))
             else:
@@ -143,12 +143,12 @@ class AgentHost:
         )
         return info, samples
 
-    async def _attempt(self, task: GroupTask, index: int) -> Episode:
+    async def _attempt(self, task: GroupTask, index: int, number: int) -> Episode:
         """One attempt at an episode.
 
         This is the fault boundary of a rollout: whatever the agent raises becomes an `InfraFailure`, never a reward.
         """
-        attempt = Attempt(task.prompt.group_id, index)
+        attempt = Attempt(task.prompt.group_id, index, number)
         context = self._context(task, attempt)
         timeout_s = self.settings.rollout.timeout_s
         deadline = asyncio.timeout(timeout_s)
@@ -176,6 +176,7 @@ class AgentHost:
             epoch=prompt.epoch,
             position=prompt.position,
             index=attempt.index,
+            attempt=attempt.number,
         )
         calls = ModelCalls(
             self.pool,

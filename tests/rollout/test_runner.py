@@ -5,6 +5,7 @@ What is faked is the seam to the engine actors, `engine.generate.remote(...)`.
 
 import asyncio
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,7 +20,7 @@ from molt.rollout.agent_host import AgentHost, RunnerSettings, longest_s
 from molt.rollout.engine_pool import MAX_ATTEMPTS, EnginePool
 from molt.rollout.engine_worker import Sampling
 from molt.rollout.group_task import GroupTask
-from molt.rollout.model_calls import seed_of
+from molt.rollout.model_calls import RolloutKey, seed_of
 from molt.rollout.runner_pool import RunnerPool
 from molt.rollout.watchdog import RolloutState
 from molt.types import InfraFailure, PolicyFailure, Prompt, Scored, Turn
@@ -188,6 +189,24 @@ def test_a_failed_attempt_is_made_again_and_remembered(host):
         (InfraFailure, "sandbox", "no answer from the sandbox")
     ] * 2
     assert all(len(segments) == 1 for segments in samples)
+
+
+def test_a_retry_samples_anew_and_a_group_that_starts_again_does_not(host):
+    """Three attempts at one rollout, then the same group on another runner, as after a dead one or a resume."""
+
+    def seeds():
+        engine = FakeEngine()
+        run_group(host(engine), "always", n=1)
+        return [sampling.seed for _, sampling in engine.calls]
+
+    first = seeds()
+    assert len(set(first)) == len(first) == 3
+    assert seeds() == first
+    key = RolloutKey(train_seed=1, epoch=0, position=0, index=0)
+    assert first == [replace(key, attempt=attempt).call_seed(0) for attempt in range(3)]
+    engine = FakeEngine()
+    run_group(host(engine), n=1)
+    assert [sampling.seed for _, sampling in engine.calls] == first[:1]
 
 
 @pytest.mark.parametrize(
