@@ -453,6 +453,8 @@ class RewardConfig(Section, prefix="reward."):
         at_most_one("a truncated answer would earn more than a complete one", "Use a value in [0, 1], or below 0"),
     ] = None
     """A truncated rollout gets its reward times this, or, where this is below 0, this. Unset: its reward."""
+    mask_truncated: bool = False
+    """Rollouts that a length limit cut take part neither in the filter, the baseline nor the loss."""
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,11 @@ import sys
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import compress
 from typing import Any, TypeVar
 
 from molt.algo.kl import adapt
+from molt.batch.masking import Participation, participation
 from molt.batch.plan import advantages, plan_batch, shaped_rewards
 from molt.config import RLConfig
 from molt.errors import BreakerError, LostError, MoltError, PublicationError, RankLostError, TrainingError
@@ -100,11 +102,19 @@ async def learn(run: Run) -> None:
         rollouts = [group.rollouts for group in groups]
         samples = [group.samples for group in groups]
         rewards = shaped_rewards(rollouts, config.reward, config.data.max_len)
-        group_advantages = advantages(rollouts, rewards, run.spec.estimator)
+        taking_part = participation(rollouts, config.reward)
+        group_advantages = advantages(rollouts, rewards, run.spec.estimator, taking_part)
 
         # advantage → batch: values and reference log-probs only if the advantages need them
         layout = batch_layout(config)
-        plans = partial(plan_batch, rollouts, rewards=rewards, group_advantages=group_advantages, **layout)
+        plans = partial(
+            plan_batch,
+            rollouts,
+            rewards=rewards,
+            group_advantages=group_advantages,
+            taking_part=taking_part,
+            **layout,
+        )
         inferred = await cluster.infer(plans, samples)
         plan = plans(ranks=len(cluster.policy.workers), aggregation=config.actor.loss_agg_mode)
         prepared, returns = await cluster.policy.prepare(plan, samples, inferred, run.step, run.kl_coef, run.lineage)
@@ -126,7 +136,7 @@ async def learn(run: Run) -> None:
         run.producer.close(groups, run.step)
         clock.lap("publish_s")
 
-        measured = merge([prepared, trained, shaped_reward_metric(rewards), proof])
+        measured = merge([prepared, trained, shaped_reward_metric(rewards, taking_part), proof])
         measured |= adapt_kl(run, measured)
         numbers = step_numbers(run, groups, measured, clock)
         await run.records.write(run.step, trained_version, groups, group_advantages, numbers)
@@ -262,9 +272,14 @@ def batch_layout(config: RLConfig) -> dict[str, Any]:
     }
 
 
-def shaped_reward_metric(rewards: list[list[float]]) -> dict[str, Metric]:
-    total = sum(sum(of_group) for of_group in rewards)
-    count = sum(len(of_group) for of_group in rewards)
+def shaped_reward_metric(rewards: list[list[float]], taking_part: Participation) -> dict[str, Metric]:
+    """Over the rollouts that advantages are computed from."""
+    total = 0.0
+    count = 0
+    for of_group, takes_part in zip(rewards, taking_part, strict=True):
+        trained = list(compress(of_group, takes_part))
+        total += sum(trained)
+        count += len(trained)
     return {"rollout/shaped_reward": Metric(total, count)}
 
 
@@ -286,7 +301,7 @@ def adapt_kl(run: Run, measured: dict[str, Metric]) -> dict[str, Metric]:
 def step_numbers(run: Run, groups: list[Group], measured: dict[str, Metric], clock: Clock) -> dict[str, float]:
     """Every metric of the step as a number."""
     parts = [measured, clock.metrics(), run.watchdog.take_metrics()]
-    parts += [rollout_metrics(group) for group in groups]
+    parts += [rollout_metrics(group, run.config.reward) for group in groups]
     parts += run.producer.take_metrics()
     numbers = values(merge(parts))
     tokens = numbers["rollout/generated_tokens"] * len(groups)

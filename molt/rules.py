@@ -448,6 +448,36 @@ def one_length_penalty(c: RLConfig) -> Message:
     )
 
 
+@warning("rl")
+def warn_masked_rollouts_escape_the_penalty(c: RLConfig) -> Message:
+    """The overlong penalty grows up to the length at which a rollout is left out."""
+    penalties: list[tuple[object, object]] = [
+        (RL.reward.overlong_buffer_len, c.reward.overlong_buffer_len),
+        (RL.reward.stop_properly_penalty_coef, c.reward.stop_properly_penalty_coef),
+    ]
+    for setting, value in penalties:
+        if c.reward.mask_truncated and value is not None:
+            return message(
+                c,
+                [RL.reward.mask_truncated, setting],
+                "a rollout that a length limit cuts is left out, so the longest answers escape the penalty",
+                f"Drop --reward.mask_truncated, or --{name_of(setting)}",
+            )
+    return None
+
+
+@algorithm_warning
+def warn_masked_rollouts_could_teach(c: RLConfig, algorithm: Algorithm) -> Message:
+    if not c.reward.mask_truncated or "teacher" not in algorithm.estimator.needs:
+        return None
+    return message(
+        c,
+        [RL.reward.mask_truncated, RL.algo.advantage.estimator],
+        "no reward is read, so the tokens of a cut answer teach as well as any others, and they would be left out",
+        "Drop --reward.mask_truncated",
+    )
+
+
 @rule("rl")
 def buffer_fits_the_context(c: RLConfig) -> Message:
     buffer = c.reward.overlong_buffer_len

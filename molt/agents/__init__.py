@@ -3,6 +3,15 @@
 from molt.agents.chat_runner import ChatAgent, ChatAgentRunner, ChatContext
 from molt.agents.env import Env, Result
 from molt.agents.step_runner import StepEnvRunner
-from molt.types import PolicyFailure
+from molt.types import PolicyFailure, ReplaceGroup
 
-__all__ = ["ChatAgent", "ChatAgentRunner", "ChatContext", "Env", "PolicyFailure", "Result", "StepEnvRunner"]
+__all__ = [
+    "ChatAgent",
+    "ChatAgentRunner",
+    "ChatContext",
+    "Env",
+    "PolicyFailure",
+    "ReplaceGroup",
+    "Result",
+    "StepEnvRunner",
+]

@@ -8,15 +8,16 @@ from pathlib import Path
 
 import numpy as np
 
+from molt.batch.masking import takes_part
 from molt.chat.render import Renderer
-from molt.config import RLConfig
+from molt.config import RewardConfig, RLConfig
 from molt.errors import TrainingError
 from molt.records.notices import Notices
 from molt.report.metrics import merge
 from molt.report.rollouts import write_rollouts
 from molt.report.sinks import RunLog
 from molt.rollout.dump import abandon_dump, dump_batch
-from molt.types import Group, Json, Metric, PolicyFailure, RolloutInfo, Sample
+from molt.types import CUT_REASONS, Group, Json, Metric, PolicyFailure, RolloutInfo, Sample
 
 NEARLY_ALL = 0.99
 """A step of which this fraction of the trained tokens is filtered warns."""
@@ -124,13 +125,14 @@ class StepRecords:
         )
 
 
-def rollout_metrics(group: Group) -> dict[str, Metric]:
-    """`rollout/*` of one trained group."""
+def rollout_metrics(group: Group, reward: RewardConfig) -> dict[str, Metric]:
+    """`rollout/*` of one trained group. reward: says which of its rollouts take part in training."""
     rollouts = group.rollouts
     n = len(rollouts)
     generated_tokens = sum(rollout.generated_tokens for rollout in rollouts)
     policy_failures = sum(isinstance(rollout.outcome, PolicyFailure) for rollout in rollouts)
-    distinct_rewards = {rollout.reward for rollout in rollouts}
+    trained = [rollout for rollout in rollouts if takes_part(rollout, reward)]
+    distinct_rewards = {rollout.reward for rollout in trained}
     metrics = {
         "rollout/reward": Metric(sum(rollout.reward for rollout in rollouts), n),
         "rollout/score": Metric(sum(rollout.score for rollout in rollouts), n),
@@ -142,6 +144,10 @@ def rollout_metrics(group: Group) -> dict[str, Metric]:
         "rollout/mixed_groups": Metric(len(distinct_rewards) > 1),
         "timing/rollout_s": Metric(sum(rollout.duration_s for rollout in rollouts), n),
     }
+    for reason in CUT_REASONS:
+        metrics[f"rollout/truncated_{reason}"] = Metric(sum(rollout.cut == reason for rollout in rollouts), n)
+    if reward.mask_truncated:
+        metrics["rollout/masked"] = Metric(n - len(trained), n)
     return merge([metrics, *(_info_metrics(rollout) for rollout in rollouts)])
 
 
@@ -162,6 +168,7 @@ def rollout_rows(
                     "advantage": advantage,
                     "outcome": _outcome_name(rollout),
                     "truncated": rollout.truncated,
+                    "cut": rollout.cut,
                     "version_trained": version,
                     "prompt_tokens": _prompt_tokens(sample),
                     "token_ids": sample.token_ids,

@@ -20,7 +20,7 @@ from molt.rollout.handles import EngineHandle
 from molt.rollout.model_calls import FREE, TRAINED, ModelCalls, RolloutKey, Seeds, SeedsByPrompt, SeedsByTurn
 from molt.rollout.samples import describe, to_sample
 from molt.rollout.watchdog import LoopLag, RolloutState
-from molt.types import InfraFailure, RolloutInfo, Sample
+from molt.types import InfraFailure, ReplaceGroup, RolloutInfo, Sample
 from molt.user_module import raised_at
 
 
@@ -83,7 +83,14 @@ class AgentHost:
         if unusable is not None:
             return GroupResult([], unusable=unusable), []
 
-        finished = await asyncio.gather(*(self._rollout(task, index) for index in range(task.n)))
+        running = [asyncio.create_task(self._rollout(task, index)) for index in range(task.n)]
+        try:
+            finished = await asyncio.gather(*running)
+        except ReplaceGroup as replaced:
+            return GroupResult([], replaced=ReplaceGroup(str(replaced.reason), str(replaced.detail))), []
+        finally:
+            for each in running:
+                each.cancel()
         rollouts = [info for info, _ in finished]
         samples = [samples for _, samples in finished]
         return GroupResult(rollouts), samples
@@ -115,7 +122,7 @@ class AgentHost:
             group_id=task.prompt.group_id,
             index=index,
             outcome=failures[-1],
-            truncated=False,
+            cut=None,
             turns=0,
             samples=(),
             failures=tuple(failures[:-1]),
@@ -134,7 +141,7 @@ class AgentHost:
             group_id=task.prompt.group_id,
             index=index,
             outcome=episode.outcome,
-            truncated=episode.truncated,
+            cut=episode.cut,
             turns=len(episode.turns),
             samples=tuple(describe(sample) for sample in samples),
             failures=tuple(failures),
@@ -147,6 +154,7 @@ class AgentHost:
         """One attempt at an episode.
 
         This is the fault boundary of a rollout: whatever the agent raises becomes an `InfraFailure`, never a reward.
+        Only `ReplaceGroup` passes, which is about the group.
         """
         attempt = Attempt(task.prompt.group_id, index, number)
         context = self._context(task, attempt)
@@ -156,7 +164,7 @@ class AgentHost:
         try:
             async with deadline:
                 return await self.runner.run(context)
-        except InfraFailure:
+        except (InfraFailure, ReplaceGroup):
             raise
         except (Exception, asyncio.CancelledError) as error:  # fault boundary: one rollout
             if _task_is_cancelled():

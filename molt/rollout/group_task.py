@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from molt.config import EvalConfig, RolloutConfig
-from molt.types import Prompt, RolloutInfo
+from molt.types import Prompt, ReplaceGroup, RolloutInfo
 
 Value = TypeVar("Value")
 
@@ -28,6 +28,8 @@ class GroupResult:
     rollouts: list[RolloutInfo]
     unusable: str | None = None
     """Why the prompt cannot be rolled out at all, such as being longer than the context."""
+    replaced: ReplaceGroup | None = None
+    """The agent does not want the group to be trained."""
 
 
 def group_task(prompt: Prompt, rollout: RolloutConfig, overrides: EvalConfig | None = None) -> GroupTask:

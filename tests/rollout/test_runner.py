@@ -23,18 +23,23 @@ from molt.rollout.group_task import GroupTask
 from molt.rollout.model_calls import RolloutKey, seed_of
 from molt.rollout.runner_pool import RunnerPool
 from molt.rollout.watchdog import RolloutState
-from molt.types import InfraFailure, PolicyFailure, Prompt, Scored, Turn
+from molt.types import InfraFailure, PolicyFailure, Prompt, ReplaceGroup, Scored, Turn
 from tests.tiny import END_ID
 
 AGENT = """
 import asyncio
-from molt.agents import Env, PolicyFailure, Result, StepEnvRunner
+from molt.agents import Env, PolicyFailure, ReplaceGroup, Result, StepEnvRunner
 from molt.types import InfraFailure
 
 
 class Flaky(InfraFailure):
     def __init__(self):
         super().__init__("sandbox", "no answer from the sandbox")
+
+
+class Stale(ReplaceGroup):
+    def __init__(self):
+        super().__init__("stale_task", "its image is gone")
 
 
 class Faulty(Env):
@@ -75,6 +80,8 @@ class Faulty(Env):
             return Result(float("nan"))
         if what == "reject":
             raise PolicyFailure(-1.0, "rejected")
+        if what == "another prompt":
+            raise Stale()
         if what == "two turns" and state["turn"] == 0:
             return Result(0.0, "more", terminated=False)
         return Result(1.0, info={"turn": state["turn"]})
@@ -217,7 +224,7 @@ def test_a_retry_samples_anew_and_a_group_that_starts_again_does_not(host):
         ("nan", "reward_not_finite", "reward nan"),
         ("hang", "timeout", "no end within rollout.timeout_s (=0.05)"),
         ("hang with a limit of its own", "TimeoutError", "agent.py:"),
-        ("awaits what it cancelled", "CancelledError", "agent.py:41"),
+        ("awaits what it cancelled", "CancelledError", "agent.py:46"),
     ],
 )
 def test_a_rollout_that_fails_for_good_has_no_reward_and_no_samples(host, what, reason, detail):
@@ -296,13 +303,22 @@ def test_a_policy_failure_is_not_made_again(host):
     assert len(engine.calls) == 1 and len(samples[0]) == 1
 
 
+def test_an_agent_that_wants_another_prompt_is_not_asked_again(host):
+    engine = FakeEngine()
+    result, samples = run_group(host(engine), "another prompt", n=3)
+    # Of the plain class: the driver cannot unpickle one that the user's file defines.
+    assert type(result.replaced) is ReplaceGroup
+    assert (result.replaced.reason, result.replaced.detail) == ("stale_task", "its image is gone")
+    assert result.rollouts == [] and samples == [] and len(engine.calls) == 3
+
+
 def test_a_prompt_without_room_for_an_answer_is_unusable(host):
     engine = FakeEngine()
     result, samples = run_group(host(engine), text="x" * 64)
     assert result.unusable == "prompt of 64 tokens leaves no room in data.max_len (=64)"
     assert result.rollouts == [] and samples == [] and not engine.calls
     result, _ = run_group(host(engine), text="x" * 63)
-    assert result.unusable is None and all(r.truncated for r in result.rollouts)  # one token fits
+    assert result.unusable is None and all(r.cut == "length" for r in result.rollouts)  # one token fits
 
 
 def test_a_prompt_that_the_template_rejects_is_unusable(host):
