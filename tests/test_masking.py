@@ -86,5 +86,5 @@ def test_a_replay_masks_the_same_rollouts_and_must_have_the_setting(whole, model
     assert same_model(tmp_path / "replayed", directory / "whole")
     saved = json.loads((directory / "dump" / "step_000001" / "buffer.json").read_text())
     assert {rollout["cut"] for group in saved["groups"] for rollout in group["rollouts"]} == {None, "length"}
-    with pytest.raises(DataError, match="'mask_truncated': True.*its batches would hold other groups"):
+    with pytest.raises(DataError, match=r"'mask_truncated': True.*its batches would hold other groups"):
         resolve(settings(model_dir, tmp_path / "other", prompts, *SETTINGS[1:], *replay))
