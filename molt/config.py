@@ -489,6 +489,9 @@ class RolloutConfig(Section, prefix="rollout."):
     """The run stops when more than this fraction of recent rollout attempts failed."""
     max_turns: Annotated[int | None, at_least(1, "no rollout would finish")] = None
     """Model calls per episode of an Env."""
+    scheme: str | None = None
+    """FILE.py that exports `run_group`: which rollout of a group runs when, and what it gets of finished ones. Unset:
+    all at once. Evaluations have none. See docs/extending.md."""
     thinking_retention: Literal["all", "tool_cycle", "template"] = "all"
     """Earlier reasoning in a ChatAgent's context. all: it stays, one segment; template: what the chat template does to
     it, a branch where it drops it; tool_cycle: it stays until the next user message."""

@@ -517,6 +517,18 @@ def filter_needs_a_group(c: RLConfig) -> Message:
 
 
 @rule("rl")
+def scheme_needs_a_group(c: RLConfig) -> Message:
+    if c.rollout.scheme is None or c.rollout.n_samples_per_prompt > 1:
+        return None
+    return message(
+        c,
+        [RL.rollout.scheme, RL.rollout.n_samples_per_prompt],
+        "one rollout has no other that it could follow",
+        "Use --rollout.n_samples_per_prompt 8, or drop --rollout.scheme",
+    )
+
+
+@rule("rl")
 def steps_split_by_groups(c: RLConfig) -> Message:
     size = c.rollouts_per_step
     n = c.rollout.n_samples_per_prompt

@@ -103,6 +103,14 @@ BROKEN = [
         "would be discarded",
         "--rollout.n_samples_per_prompt 8",
     ),
+    (
+        rules.scheme_needs_a_group,
+        "rl",
+        "--rollout.scheme scheme.py --rollout.n_samples_per_prompt 1",
+        ["(=scheme.py)", "(=1)"],
+        "no other that it could follow",
+        "--rollout.n_samples_per_prompt 8",
+    ),
     *(
         (
             rules.kl_reaches_the_advantage,

@@ -2,6 +2,7 @@
 
 from molt.agents.chat_runner import ChatAgent, ChatAgentRunner, ChatContext
 from molt.agents.env import Env, Result
+from molt.agents.scheme import FinishedRollout, RunRollout, SchemeTask
 from molt.agents.step_runner import StepEnvRunner
 from molt.types import PolicyFailure, ReplaceGroup
 
@@ -10,8 +11,11 @@ __all__ = [
     "ChatAgentRunner",
     "ChatContext",
     "Env",
+    "FinishedRollout",
     "PolicyFailure",
     "ReplaceGroup",
     "Result",
+    "RunRollout",
+    "SchemeTask",
     "StepEnvRunner",
 ]

@@ -8,7 +8,7 @@ import asyncio
 import copy
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,8 @@ class ChatContext:
     judge_url: str
     """The same engines for a reward function, as `base_url`: recorded nowhere."""
     session: Session
+    given: Json = field(default_factory=dict)
+    """What a scheme passes on (`--rollout.scheme`)."""
     api_key: str = API_KEY
     model: str = MODEL
 
@@ -183,6 +185,7 @@ def _chat_context(context: EpisodeContext, session: Session, *, base_url: str, j
         base_url=base_url,
         judge_url=judge_url,
         session=session,
+        given=copy.deepcopy(context.given),
     )
 
 

@@ -99,6 +99,7 @@ class Env:
     * `prompt`: list of chat messages, or text; what `reset` leaves there is what the model sees first
     * `label`, `data_source`: from the dataset row
     * `seed`: an integer that no other rollout has
+    * `given`: what a scheme passes on (`--rollout.scheme`); {} without one
     * `judge_url`: with `StepEnvRunner(..., judge=True)`, the engines for a reward function; recorded nowhere
     * `turn`: number of the model call, from 0
     * `action`: the text the model answered in this turn

@@ -15,7 +15,7 @@ from molt.chat.chat_renderer import ChatRenderer
 from molt.chat.render import Renderer
 from molt.chat.tree import Tree
 from molt.errors import AgentError
-from molt.types import CutReason, InfraFailure, Media, PolicyFailure, Prompt, Sample, Scored, Turn
+from molt.types import CutReason, InfraFailure, Json, Media, PolicyFailure, Prompt, Sample, Scored, Turn
 
 NOTHING_EARNED = Scored(0.0, 0.0)
 
@@ -57,6 +57,8 @@ class EpisodeContext:
     chat: ChatRenderer | None = None
     """For a `ChatAgent`, and for an `Env` with tools or a judge; else None."""
     call_freely: CallFreely | None = None
+    given: Json = field(default_factory=dict)
+    """By the scheme of the group."""
 
     @property
     def chat_renderer(self) -> ChatRenderer:

@@ -121,6 +121,7 @@ class StepEnvRunner(Serving):
                 "label": copy.deepcopy(prompt.label),
                 "data_source": prompt.data_source,
                 "seed": context.seed,
+                "given": copy.deepcopy(context.given),
                 **judge,
             }
         )

@@ -32,6 +32,8 @@ def header(config: RLConfig, total_steps: int) -> str:
         f"  {total_steps} steps of {rollout.batch_size} x {rollout.n_samples_per_prompt} rollouts, "
         f"{_staleness(config.train)}",
     ]
+    if rollout.scheme is not None:
+        lines.append(f"  rollouts of a group by {rollout.scheme}")
     width = max(len(name) for name in definitions)
     for name, text in definitions.items():
         lines.append(f"  {name:<{width}} = {text}")

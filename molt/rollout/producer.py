@@ -374,7 +374,7 @@ class Producer:
         return Replacement(FILTERED, f"mean score {metrics['rollout/unfiltered_score'].total:g}")
 
     def _count_all(self, group: Group, result: GroupResult) -> InfraFailure | None:
-        """Count the attempts of all rollouts; the last one that never succeeded. Raises `FailureRateError`."""
+        """Count the attempts of all rollouts; why one, or the group, never succeeded. Raises `FailureRateError`."""
         lost = None
         for rollout in result.rollouts:
             attempts = list(rollout.failures)
@@ -382,6 +382,9 @@ class Producer:
                 lost = rollout.outcome
                 attempts.append(rollout.outcome)
             self._count(group, rollout.index, attempts, succeeded=not rollout.failed)
+        if result.failure is not None:
+            lost = result.failure
+            self._count(group, None, [lost], succeeded=False)
         return lost
 
     def _count(self, group: Group, rollout: int | None, failures: Sequence[InfraFailure], *, succeeded: bool) -> None:

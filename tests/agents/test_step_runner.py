@@ -89,6 +89,7 @@ def test_one_turn_and_the_state_the_env_sees():
             "label": "L",
             "data_source": "here",
             "seed": 7,
+            "given": {},
             "turn": 0,
             "action": "ok",
             "finish_reason": "stop",

@@ -6,7 +6,7 @@ the producer does so.
 
 import asyncio
 import json
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, replace
 
 import pytest
@@ -250,6 +250,20 @@ def test_failures_are_counted_by_reason_also_those_that_a_retry_made_good():
             taken = run.producer.take_metrics()
             assert {"faults/engine": Metric(1.0)} in taken
             assert run.producer.take_metrics() == []
+
+    check(main())
+
+
+def test_a_scheme_that_failed_is_counted_once_and_its_group_is_replaced():
+    async def main():
+        async with Running(Stream(20), max_failure_rate=1.0) as run:
+            ended = rollouts(Prompt(0, 0, 0, None, "x"), [GOOD])
+            result = GroupResult(ended, failure=InfraFailure("KeyError", "'x' at scheme.py:7"))
+            run.runners.ends.pop(0).set_result((result, "nothing"))
+            await settle()
+            assert run.discarded == {"KeyError": 1} and run.count("faults/KeyError") == 1
+            assert run.producer.failures.recent == deque([None, "KeyError"])  # one rollout had ended
+            assert [prompt.position for prompt in run.producer.lost] == [0]
 
     check(main())
 
