@@ -305,8 +305,8 @@ class Producer:
             try:
                 return self.stream[index]
             except UnusableRow as error:
-                self._notify()
                 self.replacements.add(None, Replacement(UNUSABLE_ROW, str(error), is_fault=True))
+                self._notify()
         return None
 
     async def _fill_all(self) -> None:
@@ -408,8 +408,8 @@ class Producer:
     def _replace(self, group: Group, replacement: Replacement) -> None:
         """The group is not trained; another one may start in its place. Raises `NoProgressError`."""
         self._leave(group)
-        self._notify()
         self.replacements.add(group.prompt.group_id, replacement)
+        self._notify()
 
     def _notify(self) -> None:
         self._changed.set()

@@ -447,7 +447,7 @@ def test_the_limit_grows_with_the_groups_that_may_be_open_and_a_kept_group_start
 
 def test_rows_that_cannot_be_used_stop_a_run_too():
     async def main():
-        async with Running(Stream(1000, unusable=frozenset(range(2, 1000)))) as run:
+        async with Running(Stream(1000, unusable=frozenset(range(2, 1000))), vllm_generate_batch_size=4) as run:
             with pytest.raises(NoProgressError, match=r"200 groups .* the reason `unusable_row` .*data.input_key"):
                 await run.batch()
             assert run.producer.ledger()["in_flight"] == [0, 1]
