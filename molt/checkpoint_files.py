@@ -74,6 +74,7 @@ KEYS: dict[str, dict[str, Key]] = {
         "outcome": REQUIRED,
         "samples": REQUIRED,
         "truncated": Key(False, "the rollout counts as complete"),
+        "cut": Key(),  # a rollout that was truncated counts as cut by its length
         "turns": Key(1, "the rollout counts as one turn"),
         "duration_s": Key(0.0),
         "metrics": Key({}),

@@ -80,6 +80,7 @@ RESERVED = frozenset(
         "advantage",
         "outcome",
         "truncated",
+        "cut",
         "version_trained",
         "prompt_tokens",
         "text",

@@ -439,6 +439,8 @@ class RewardConfig(Section, prefix="reward."):
         at_most_one("a truncated answer would earn more than a complete one", "Use a value in [0, 1], or below 0"),
     ] = None
     """A truncated rollout gets its reward times this, or, where this is below 0, this. Unset: its reward."""
+    mask_truncated: bool = False
+    """Rollouts that a length limit cut take part neither in the filter, the baseline nor the loss."""
 
 
 @dataclass(frozen=True)
@@ -476,6 +478,9 @@ class RolloutConfig(Section, prefix="rollout."):
     replicate: bool | None = None
     """Finished groups have a second copy on another node, so that they outlive the loss of theirs. Unset: if there are
     several nodes."""
+    scheme: str | None = None
+    """FILE.py that exports `run_group`: which rollout of a group runs when, and what it gets of finished ones. Unset:
+    all at once. Evaluations have none. See docs/extending.md."""
     thinking_retention: Literal["all", "tool_cycle", "template"] = "all"
     """Earlier reasoning in a ChatAgent's context. all: it stays, one segment; template: what the chat template does to
     it, a branch where it drops it; tool_cycle: it stays until the next user message."""

@@ -14,6 +14,7 @@
     │   └── RankLostError (also a LostError)
     ├── CheckpointError(RuntimeError)
     ├── FailureRateError(RuntimeError)
+    ├── NoProgressError(RuntimeError)
     └── StalledError(TimeoutError)
 
 Every message has three parts: the value, the consequence, the fix. Only `MoltError`s are shown to a
@@ -82,6 +83,10 @@ class CheckpointError(MoltError, RuntimeError):
 
 class FailureRateError(MoltError, RuntimeError):
     """Too many rollouts failed."""
+
+
+class NoProgressError(MoltError, RuntimeError):
+    """Group after group was replaced, and none was kept for training."""
 
 
 class StalledError(MoltError, TimeoutError):

@@ -18,9 +18,11 @@ import sys
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import compress
 from typing import Any, TypeVar
 
 from molt.algo.kl import adapt
+from molt.batch.masking import Participation, participation
 from molt.batch.plan import advantages, plan_batch, shaped_rewards
 from molt.config import RLConfig
 from molt.errors import BreakerError, LostError, MoltError, PublicationError, RankLostError, TrainingError
@@ -100,10 +102,18 @@ async def learn(run: Run) -> None:
         rollouts = [group.rollouts for group in groups]
         samples = [group.samples for group in groups]
         rewards = shaped_rewards(rollouts, run.spec.shaping)
-        group_advantages = advantages(rollouts, rewards, run.spec.algorithm.estimator)
+        taking_part = participation(rollouts, config.reward)
+        group_advantages = advantages(rollouts, rewards, run.spec.algorithm.estimator, taking_part)
 
         layout = batch_layout(config)
-        split = partial(plan_batch, rollouts, rewards=rewards, group_advantages=group_advantages, **layout)
+        split = partial(
+            plan_batch,
+            rollouts,
+            rewards=rewards,
+            group_advantages=group_advantages,
+            taking_part=taking_part,
+            **layout,
+        )
         plans = cluster.plans(split, aggregation=config.actor.loss_agg_mode)
         lost = await cluster.fetch(plans, samples)
         if lost:  # with the node that they were on: the batch is taken anew
@@ -131,7 +141,7 @@ async def learn(run: Run) -> None:
         run.producer.close(groups, run.step)
         clock.lap("publish_s")
 
-        measured = merge([prepared, trained, shaped_reward_metric(rewards), proof])
+        measured = merge([prepared, trained, shaped_reward_metric(rewards, taking_part), proof])
         measured |= adapt_kl(run, measured)
         numbers = step_numbers(run, groups, measured, clock)
         await run.records.write(run.step, trained_version, groups, group_advantages, numbers)
@@ -268,9 +278,14 @@ def batch_layout(config: RLConfig) -> dict[str, Any]:
     }
 
 
-def shaped_reward_metric(rewards: list[list[float]]) -> dict[str, Metric]:
-    total = sum(sum(of_group) for of_group in rewards)
-    count = sum(len(of_group) for of_group in rewards)
+def shaped_reward_metric(rewards: list[list[float]], taking_part: Participation) -> dict[str, Metric]:
+    """Over the rollouts that advantages are computed from."""
+    total = 0.0
+    count = 0
+    for of_group, takes_part in zip(rewards, taking_part, strict=True):
+        trained = list(compress(of_group, takes_part))
+        total += sum(trained)
+        count += len(trained)
     return {"rollout/shaped_reward": Metric(total, count)}
 
 
@@ -292,7 +307,7 @@ def adapt_kl(run: Run, measured: dict[str, Metric]) -> dict[str, Metric]:
 def step_numbers(run: Run, groups: list[Group], measured: dict[str, Metric], clock: Clock) -> dict[str, float]:
     """Every metric of the step as a number."""
     parts = [measured, clock.metrics(), run.watchdog.take_metrics()]
-    parts += [rollout_metrics(group) for group in groups]
+    parts += [rollout_metrics(group, run.config.reward) for group in groups]
     parts += run.producer.take_metrics()
     numbers = values(merge(parts))
     tokens = numbers["rollout/generated_tokens"] * len(groups)

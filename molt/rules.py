@@ -429,6 +429,36 @@ def one_length_penalty(c: RLConfig) -> Message:
     )
 
 
+@warning("rl")
+def warn_masked_rollouts_escape_the_penalty(c: RLConfig) -> Message:
+    """The overlong penalty grows up to the length at which a rollout is left out."""
+    penalties: list[tuple[object, object]] = [
+        (RL.reward.overlong_buffer_len, c.reward.overlong_buffer_len),
+        (RL.reward.stop_properly_penalty_coef, c.reward.stop_properly_penalty_coef),
+    ]
+    for setting, value in penalties:
+        if c.reward.mask_truncated and value is not None:
+            return message(
+                c,
+                [RL.reward.mask_truncated, setting],
+                "a rollout that a length limit cuts is left out, so the longest answers escape the penalty",
+                f"Drop --reward.mask_truncated, or --{name_of(setting)}",
+            )
+    return None
+
+
+@algorithm_warning
+def warn_masked_rollouts_could_teach(c: RLConfig, algorithm: Algorithm) -> Message:
+    if not c.reward.mask_truncated or "teacher" not in algorithm.estimator.needs:
+        return None
+    return message(
+        c,
+        [RL.reward.mask_truncated, RL.algo.advantage.estimator],
+        "no reward is read, so the tokens of a cut answer teach as well as any others, and they would be left out",
+        "Drop --reward.mask_truncated",
+    )
+
+
 @rule("rl")
 def buffer_fits_the_context(c: RLConfig) -> Message:
     buffer = c.reward.overlong_buffer_len
@@ -464,6 +494,18 @@ def filter_needs_a_group(c: RLConfig) -> Message:
         [RL.algo.dynamic_filtering_enable, RL.rollout.n_samples_per_prompt],
         "the mean of one score is that score, so every right and every wrong answer would be discarded",
         "Use --rollout.n_samples_per_prompt 8, or drop --algo.dynamic_filtering_enable",
+    )
+
+
+@rule("rl")
+def scheme_needs_a_group(c: RLConfig) -> Message:
+    if c.rollout.scheme is None or c.rollout.n_samples_per_prompt > 1:
+        return None
+    return message(
+        c,
+        [RL.rollout.scheme, RL.rollout.n_samples_per_prompt],
+        "one rollout has no other that it could follow",
+        "Use --rollout.n_samples_per_prompt 8, or drop --rollout.scheme",
     )
 
 

@@ -130,7 +130,7 @@ async def started(spec: RunSpec, engine_worker: ActorClass = RolloutEngineWorker
     if config.train.rollout_dump_dir is not None:
         after_step = -1 if resume_step is None else resume_step
         begin_dump(
-            config.train.rollout_dump_dir, spec.identity, after_step=after_step, output_dir=config.ckpt.output_dir
+            config.train.rollout_dump_dir, spec.dump_identity, after_step=after_step, output_dir=config.ckpt.output_dir
         )
     print_dropped(spec.held_out)
     shutdown = Shutdown()
@@ -234,6 +234,7 @@ def _producer(spec: RunSpec, processes: Cluster, shutdown: Shutdown, on_event: O
         max_staleness=config.train.staleness_bound,
         group_filter=group_filter,
         copies=processes.keepers,
+        reward=config.reward,
         on_event=on_event,
     )
 

@@ -74,6 +74,11 @@ class RunSpec:
         """What must be equal to resume a checkpoint: a replay has no ledger, and other runs have no stored batches."""
         return self.identity | {"replay": self.config.train.rollout_replay_dir is not None}
 
+    @property
+    def dump_identity(self) -> Json:
+        """What must be equal to replay stored batches."""
+        return dump_identity(self.config, self.identity)
+
 
 @dataclass(frozen=True)
 class EvaluationSpec:
@@ -149,10 +154,18 @@ def run_identity(config: RLConfig, stream: PromptStream) -> Json:
     }
 
 
+def dump_identity(config: RLConfig, identity: Json) -> Json:
+    """See `RunSpec.dump_identity`. `reward.mask_truncated` decides which groups a run replaces, so batches made without
+    it are others; a dump of an older molt has no such key."""
+    if config.reward.mask_truncated:
+        return identity | {"mask_truncated": True}
+    return identity
+
+
 def _total_batches(config: RLConfig, stream: PromptStream, identity: Json) -> int:
     """Training batches of the whole run."""
     if config.train.rollout_replay_dir is not None:
-        available = dumped_batches(config.train.rollout_replay_dir, identity)
+        available = dumped_batches(config.train.rollout_replay_dir, dump_identity(config, identity))
     else:
         available = math.ceil(len(stream) / config.rollout.batch_size)
     total = available
@@ -202,7 +215,7 @@ def _refuse_other_runs(spec: RunSpec) -> None:
     if config.train.rollout_dump_dir is not None:
         check_dump(
             config.train.rollout_dump_dir,
-            spec.identity,
+            spec.dump_identity,
             resumes=config.ckpt.load_enable,
             output_dir=config.ckpt.output_dir,
         )

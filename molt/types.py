@@ -7,7 +7,7 @@ never on.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypedDict
+from typing import Any, Literal, Protocol, TypedDict, get_args
 
 import numpy as np
 
@@ -224,6 +224,24 @@ class InfraFailure(Exception):
 Outcome = Scored | PolicyFailure | InfraFailure
 
 
+class ReplaceGroup(Exception):
+    """Raised by an agent: the prompt's group is not worth training, and another prompt takes its place.
+
+    It is no failure: nothing is retried, and the group is counted under `reason`.
+    """
+
+    def __init__(self, reason: str, detail: str = ""):
+        super().__init__(reason, detail)
+        self.reason = reason
+        self.detail = detail
+
+
+CutReason = Literal["length", "turns", "time", "agent"]
+"""Why a rollout ended before its end. length: its last answer was cut (`max_new_tokens`, or the context), or no further
+one fits; turns: `rollout.max_turns`; time: a time limit of the agent; agent: another limit of the agent."""
+CUT_REASONS: tuple[CutReason, ...] = get_args(CutReason)
+
+
 @dataclass(frozen=True)
 class SampleInfo:
     """What the driver knows of a sample without fetching its arrays."""
@@ -243,7 +261,8 @@ class RolloutInfo:
     index: int
     """0 .. n_samples_per_prompt - 1."""
     outcome: Outcome
-    truncated: bool
+    cut: CutReason | None
+    """Why it was cut before its end; None: it was not."""
     turns: int
     samples: tuple[SampleInfo, ...]
     duration_s: float = 0.0
@@ -251,6 +270,11 @@ class RolloutInfo:
     """Infrastructure failures of the attempts before this one."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The numbers in `Result.info`."""
+
+    @property
+    def truncated(self) -> bool:
+        """Whether it was cut before its end."""
+        return self.cut is not None
 
     @property
     def failed(self) -> bool:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -41,11 +42,14 @@ def engine_settings(spec: ProcessSpec) -> EngineSettings:
 
 
 def runner_settings(config: RLConfig) -> RunnerSettings:
+    rollout = config.rollout
+    if rollout.scheme is not None:  # runners run in another directory
+        rollout = replace(rollout, scheme=str(Path(rollout.scheme).resolve()))
     return RunnerSettings(
         agent_path=resolved(config.train.agent_path),
         model=config.actor.model_name_or_path,
         data=config.data,
-        rollout=config.rollout,
+        rollout=rollout,
         seed=config.train.seed,
         candidates=config.algo.advantage.score_centering_top_k,
     )

@@ -102,7 +102,7 @@ def saved_buffer(tmp_path):
     groups = []
     for position, (outcome, rollouts) in enumerate(zip(outcomes, samples, strict=True)):
         infos = tuple(describe(sample) for sample in rollouts[0])
-        rollout = RolloutInfo(f"0:{position}", 0, outcome, True, 2, infos, 1.5, (), {"tries": 2.0})
+        rollout = RolloutInfo(f"0:{position}", 0, outcome, "turns", 2, infos, 1.5, (), {"tries": 2.0})
         groups.append(Group(prompt(0, position), position, 7, [rollout]))
     save_buffer(tmp_path, groups, samples)
     return tmp_path
@@ -119,7 +119,7 @@ DEFAULTS_IN_BUFFER = {
     ("group", "start_step"): lambda group: group.start_step == 4,  # its oldest token
     ("rollout", "group_id"): lambda group: group.rollouts[0].group_id == "0:0",
     ("rollout", "index"): lambda group: group.rollouts[0].index == 0,
-    ("rollout", "truncated"): lambda group: group.rollouts[0].truncated is False,
+    ("rollout", "cut"): lambda group: group.rollouts[0].cut == "length",  # of a rollout that was truncated
     ("rollout", "turns"): lambda group: group.rollouts[0].turns == 1,
     ("rollout", "duration_s"): lambda group: group.rollouts[0].duration_s == 0.0,
     ("rollout", "metrics"): lambda group: group.rollouts[0].metrics == {},
@@ -128,6 +128,29 @@ DEFAULTS_IN_BUFFER = {
     ("sample", "oldest_version"): lambda group: group.rollouts[0].samples[0].oldest_version == 4,
     ("sample", "media"): lambda group: group.rollouts[0].samples[0].media == 0,
 }
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(
+    ("missing", "truncated", "cut"),
+    [
+        ([], True, "turns"),
+        (["cut"], True, "length"),
+        (["cut"], False, None),
+        (["truncated"], None, "turns"),
+        (["truncated", "cut"], None, None),
+    ],
+)
+def test_a_buffer_without_cut_reasons_knows_which_rollouts_were_cut(saved_buffer, missing, truncated, cut):
+    content = json.loads((saved_buffer / "buffer.json").read_text())
+    rollout = first_of(content, "rollout")
+    assert (rollout["truncated"], rollout["cut"]) == (True, "turns")
+    rollout["truncated"] = truncated
+    for name in missing:
+        del rollout[name]
+    (saved_buffer / "buffer.json").write_text(json.dumps(content))
+    groups, _ = load_buffer(saved_buffer, prompt)
+    assert groups[0].rollouts[0].cut == cut and groups[0].rollouts[0].truncated is (cut is not None)
 
 
 @pytest.mark.filterwarnings("default")

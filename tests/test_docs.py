@@ -169,10 +169,10 @@ def test_agents_in_the_documents_can_be_loaded(source, tmp_path):
 
 
 def test_the_plug_ins_in_the_documents_are_the_examples():
-    written = "".join(path.read_text() for path in EXAMPLES if path.parent.name == "algorithms")
+    written = "".join(path.read_text() for path in EXAMPLES if path.parent.name in ("algorithms", "schemes"))
     others = ("ADVANTAGES", "LOSSES", "Column")
     shown = [block for block in EXTENDING if not any(name in block for name in others)]
-    assert len(shown) == 2 and all(block.strip() in written for block in shown)
+    assert len(shown) == 3 and all(block.strip() in written for block in shown)
     assert all(len(block.splitlines()) <= 15 for block in shown)
 
 

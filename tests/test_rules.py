@@ -105,6 +105,14 @@ BROKEN = [
         "would be discarded",
         "--rollout.n_samples_per_prompt 8",
     ),
+    (
+        rules.scheme_needs_a_group,
+        "rl",
+        "--rollout.scheme scheme.py --rollout.n_samples_per_prompt 1",
+        ["(=scheme.py)", "(=1)"],
+        "no other that it could follow",
+        "--rollout.n_samples_per_prompt 8",
+    ),
     *(
         (
             rules.kl_reaches_the_advantage,
@@ -311,6 +319,25 @@ BROKEN = [
         ["(=64)", "(=0.0)"],
         "punished twice",
         "--reward.overlong_buffer_len None",
+    ),
+    *(
+        (
+            rules.warn_masked_rollouts_escape_the_penalty,
+            "rl",
+            f"--reward.mask_truncated --reward.{penalty} {value}",
+            ["(=True)", f"`reward.{penalty}` (="],
+            "the longest answers escape the penalty",
+            f"--reward.{penalty} None",
+        )
+        for penalty, value in (("overlong_buffer_len", "64"), ("stop_properly_penalty_coef", "0.5"))
+    ),
+    (
+        rules.warn_masked_rollouts_could_teach,
+        "rl",
+        f"{DISTILL} --reward.mask_truncated",
+        ["(=True)", "(=on_policy_distill)"],
+        "teach as well as any others",
+        "",
     ),
     (
         rules.buffer_fits_the_context,
@@ -844,6 +871,7 @@ def test_a_baseline_of_the_batch_needs_two_rollouts_in_it_and_no_group():
         "--algo.advantage.is_correction_threshold 0.05",
         "--algo.dynamic_filtering_enable --reward.overlong_buffer_len 64 --reward.overlong_penalty_factor 0.5",
         "--reward.stop_properly_penalty_coef -1",
+        "--reward.mask_truncated --algo.dynamic_filtering_enable --algo.advantage.estimator grpo",
     ],
 )
 def test_algorithms_that_nothing_is_said_of(flags):

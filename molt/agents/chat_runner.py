@@ -8,7 +8,7 @@ import asyncio
 import copy
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from molt.agents.step_runner import CLOSE_S
 from molt.chat.session import Session
 from molt.chat.tree import Node
 from molt.errors import AgentError
-from molt.types import InfraFailure, Json, Media, PolicyFailure, Turn
+from molt.types import InfraFailure, Json, Media, PolicyFailure, ReplaceGroup, Turn
 
 API_KEY = "molt"
 MODEL = "policy"
@@ -43,6 +43,8 @@ class ChatContext:
     judge_url: str
     """The same engines for a reward function, as `base_url`: recorded nowhere."""
     session: Session
+    given: Json = field(default_factory=dict)
+    """What a scheme passes on (`--rollout.scheme`)."""
     api_key: str = API_KEY
     model: str = MODEL
 
@@ -154,11 +156,11 @@ class ChatAgentRunner(Serving):
                 if each.failure is not None:
                     raise each.failure
             if _ran_out(work.exception(), session):
-                episode.truncated = True  # what was earned stands, and here that is nothing before the end
+                episode.cut = "length"  # what was earned stands, and here that is nothing before the end
             else:
                 result = checked(await work, agent)
                 episode.add(result)
-                episode.truncated = bool(result.truncated)
+                episode.cut = result.cut
         except PolicyFailure as failure:
             episode.outcome = outcome_of(failure, agent)
         finally:
@@ -183,12 +185,13 @@ def _chat_context(context: EpisodeContext, session: Session, *, base_url: str, j
         base_url=base_url,
         judge_url=judge_url,
         session=session,
+        given=copy.deepcopy(context.given),
     )
 
 
 def _ran_out(error: BaseException | None, session: Session) -> bool:
     """Whether an agent gave up because its context is full: it had answers, and was refused the last one."""
-    if not isinstance(error, Exception) or isinstance(error, PolicyFailure | InfraFailure):
+    if not isinstance(error, Exception) or isinstance(error, PolicyFailure | InfraFailure | ReplaceGroup):
         return False
     return session.refused and bool(session.tree.nodes)
 
@@ -200,7 +203,7 @@ def _add_samples(episode: Episode, session: Session) -> None:
     episode.samples = tree.samples()
     leaves = tree.leaves()
     if leaves and session.finishes[leaves[-1].index] == "length":
-        episode.truncated = True
+        episode.cut = "length"
 
     session.counters["side_calls"] = sum(tree.side(node) for node in tree.nodes)
     for name, count in session.counters.items():

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, field
 
 from molt.errors import AgentError
-from molt.types import Json
+from molt.types import CUT_REASONS, CutReason, Json
 
 _SAMPLING_KEYS = {"max_new_tokens"}
 
@@ -23,8 +23,9 @@ class Result:
     tool calls it is the result of the one call, or a list with one for each."""
     terminated: bool = True
     """The task reached its end: an answer was given, a goal was reached."""
-    truncated: bool = False
-    """The episode was cut before its end by a limit outside the task, such as a step budget."""
+    truncated: bool | CutReason = False
+    """The episode was cut before its end by a limit outside the task, such as a step budget. True is the reason
+    `agent`; `"time"` or `"length"` say that it was such a limit."""
     info: Json = field(default_factory=dict)
     """Anything; its numbers are logged as `rollout/info/<key>`."""
     score: float | None = None
@@ -32,11 +33,19 @@ class Result:
     sampling_params: Json | None = None
     """For the next turn: `max_new_tokens`. Temperature and the like would break the importance ratio."""
 
+    @property
+    def cut(self) -> CutReason | None:
+        """Why the agent cut the episode."""
+        if isinstance(self.truncated, str):
+            return self.truncated
+        return "agent" if self.truncated else None
+
     def __post_init__(self):
         _require_number("reward", self.reward)
         if self.score is not None:
             _require_number("score", self.score)
         _require_text(self.observation)
+        _require_cut_reason(self.truncated)
         if self.sampling_params is not None:
             _require_sampling(self.sampling_params)
 
@@ -56,6 +65,14 @@ def _require_text(observation: object) -> None:
         raise AgentError(
             f"Result.observation is {observation!r:.80}: the framework renders text. Return the content of the next "
             "message as a string, or after tool calls a list of strings."
+        )
+
+
+def _require_cut_reason(truncated: object) -> None:
+    if isinstance(truncated, str) and truncated not in CUT_REASONS:
+        raise AgentError(
+            f"Result.truncated (={truncated!r}) is no reason, so the cut would be counted nowhere. Use True, or one of "
+            f"{', '.join(CUT_REASONS)}."
         )
 
 
@@ -82,6 +99,7 @@ class Env:
     * `prompt`: list of chat messages, or text; what `reset` leaves there is what the model sees first
     * `label`, `data_source`: from the dataset row
     * `seed`: an integer that no other rollout has
+    * `given`: what a scheme passes on (`--rollout.scheme`); {} without one
     * `judge_url`: with `StepEnvRunner(..., judge=True)`, the engines for a reward function; recorded nowhere
     * `turn`: number of the model call, from 0
     * `action`: the text the model answered in this turn

@@ -15,7 +15,7 @@ from molt.chat.chat_renderer import ChatRenderer
 from molt.chat.render import Renderer
 from molt.chat.tree import Tree
 from molt.errors import AgentError
-from molt.types import InfraFailure, Media, PolicyFailure, Prompt, Sample, Scored, Turn
+from molt.types import CutReason, InfraFailure, Json, Media, PolicyFailure, Prompt, Sample, Scored, Turn
 
 NOTHING_EARNED = Scored(0.0, 0.0)
 
@@ -57,6 +57,8 @@ class EpisodeContext:
     chat: ChatRenderer | None = None
     """For a `ChatAgent`, and for an `Env` with tools or a judge; else None."""
     call_freely: CallFreely | None = None
+    given: Json = field(default_factory=dict)
+    """By the scheme of the group."""
 
     @property
     def chat_renderer(self) -> ChatRenderer:
@@ -71,7 +73,8 @@ class Episode:
 
     turns: list[Turn] = field(default_factory=list)
     outcome: Scored | PolicyFailure = NOTHING_EARNED
-    truncated: bool = False
+    cut: CutReason | None = None
+    """Why it was cut before its end."""
     info: dict[str, float] = field(default_factory=dict)
     samples: list[Sample] | None = None
     """None: the turns are one stream."""
@@ -81,6 +84,11 @@ class Episode:
     """Sum of the rewards so far."""
     _score: float | None = None
     """The last score that a result had."""
+
+    @property
+    def truncated(self) -> bool:
+        """Whether it was cut before its end."""
+        return self.cut is not None
 
     def add(self, result: Result) -> None:
         """Take in what one step earned: rewards add up, a score replaces the one before it."""

@@ -13,7 +13,7 @@ from molt.agents.serving import Serving, judge_of
 from molt.chat.chat_renderer import Parsed
 from molt.chat.protocol import ToolCall
 from molt.errors import AgentError
-from molt.types import InfraFailure, Json, PolicyFailure, Turn
+from molt.types import CutReason, InfraFailure, Json, PolicyFailure, Turn
 
 CLOSE_S = 30.0
 """What an environment may take to close."""
@@ -85,7 +85,7 @@ class StepEnvRunner(Serving):
                 detail = f"reset left a prompt of {len(ids):,} tokens, data.max_len is {context.max_len:,}"
                 raise InfraFailure("prompt_too_long", detail)
             if room <= 0:  # out of context: what was earned stands
-                episode.truncated = True
+                episode.cut = "length"
                 return
 
             turn = await context.call_model(ids, _smallest(room, context.max_new_tokens, turn_limit))
@@ -95,14 +95,13 @@ class StepEnvRunner(Serving):
             state["finish_reason"] = turn.finish_reason
             calls = _read_tool_calls(context, turn, state)
             episode.turns.append(turn)
-            episode.truncated = turn.finish_reason == "length"  # also if `step` raises PolicyFailure
+            episode.cut = "length" if turn.finish_reason == "length" else None  # also if `step` raises PolicyFailure
 
             result = checked(await env.step(state), env)
             episode.add(result)
             last_turn = len(episode.turns) == context.max_turns
             if result.terminated or result.truncated or last_turn:
-                if result.truncated or not result.terminated:
-                    episode.truncated = True
+                episode.cut = _cut_at_the_end(episode.cut, result)
                 return
 
             turn_limit = (result.sampling_params or {}).get("max_new_tokens")
@@ -122,6 +121,7 @@ class StepEnvRunner(Serving):
                 "label": copy.deepcopy(prompt.label),
                 "data_source": prompt.data_source,
                 "seed": context.seed,
+                "given": copy.deepcopy(context.given),
                 **judge,
             }
         )
@@ -151,6 +151,15 @@ def _wrong_prompt(env: Env, prompt: object, expected: str) -> AgentError:
         f"{type(env).__name__}.reset left a {type(prompt).__name__} as `prompt`: the model cannot be shown it. Leave a "
         f"{expected}, as it was given (data.apply_chat_template says which)."
     )
+
+
+def _cut_at_the_end(of_answer: CutReason | None, result: Result) -> CutReason | None:
+    """Why the episode was cut, if it was. A last answer that was cut comes first: the environment only reacts to it."""
+    if of_answer is not None:
+        return of_answer
+    if result.cut is None and not result.terminated:
+        return "turns"
+    return result.cut
 
 
 def _smallest(room: int, *limits: int | None) -> int:

@@ -13,6 +13,7 @@ import torch
 from molt.algo.advantage import Estimator, GroupContext
 from molt.algo.reduce import token_weights
 from molt.algo.shaping import Shaping, shape_reward
+from molt.batch.masking import Participation
 from molt.batch.partition import micro_batches, partition
 from molt.types import InfraFailure, RolloutInfo, SampleInfo
 
@@ -61,19 +62,21 @@ def _shaped_reward(rollout: RolloutInfo, shaping: Shaping) -> float:
     return shape_reward(rollout.reward, shaping, peak=longest_segment, truncated=rollout.truncated)
 
 
-def advantages(groups: Groups, rewards: list[list[float]], estimator: Estimator) -> list[list[float | None]]:
-    """Advantages of a group estimator from shaped rewards, by group; None for a token estimator, which runs later."""
-    if estimator.level == "token":
-        return [[None] * len(group_rewards) for group_rewards in rewards]
+def advantages(
+    groups: Groups, rewards: list[list[float]], estimator: Estimator, taking_part: Participation | None = None
+) -> list[list[float | None]]:
+    """Advantages of a group estimator from shaped rewards, by group; None for a token estimator, which runs later.
 
-    rollouts: list[RolloutInfo] = []
-    flat_rewards: list[float] = []
-    labels: list[int] = []
-    for label, group in enumerate(groups):
-        rollouts.extend(group)
-        flat_rewards.extend(rewards[label])
-        labels.extend(label for _ in group)
+    taking_part: the rollouts that the estimator sees, by default all. The others have no advantage (None).
+    """
+    by_group: list[list[float | None]] = [[None] * len(group_rewards) for group_rewards in rewards]
+    places = _places_of_rollouts(groups, taking_part)
+    if estimator.level == "token" or not places:
+        return by_group
 
+    rollouts = [groups[group][index] for group, index in places]
+    labels = [group for group, _ in places]
+    flat_rewards = [rewards[group][index] for group, index in places]
     context = GroupContext(
         scores=torch.tensor([_score(rollout) for rollout in rollouts], dtype=torch.float64),
         lengths=torch.tensor([rollout.generated_tokens for rollout in rollouts]),
@@ -85,10 +88,19 @@ def advantages(groups: Groups, rewards: list[list[float]], estimator: Estimator)
         context,
     )
 
-    by_group: list[list[float | None]] = [[] for _ in groups]
-    for label, advantage in zip(labels, flat.tolist(), strict=True):
-        by_group[label].append(advantage)
+    for (group, index), advantage in zip(places, flat.tolist(), strict=True):
+        by_group[group][index] = advantage
     return by_group
+
+
+def _places_of_rollouts(groups: Groups, taking_part: Participation | None) -> list[tuple[int, int]]:
+    """Group and index of every rollout that takes part, in order."""
+    places = []
+    for group, rollouts in enumerate(groups):
+        for index in range(len(rollouts)):
+            if taking_part is None or taking_part[group][index]:
+                places.append((group, index))
+    return places
 
 
 def _score(rollout: RolloutInfo) -> float:
@@ -105,6 +117,7 @@ def plan_batch(
     *,
     rewards: Sequence[Sequence[float]],
     group_advantages: Sequence[Sequence[float | None]],
+    taking_part: Participation | None = None,
     groups_per_step: int,
     micro_batch_size: int,
     max_len: int,
@@ -118,11 +131,14 @@ def plan_batch(
     ranks: data-parallel ranks; the peers of one (`parallel/shape.py`) share its plan. Every rank gets the same number
     of micro-batches in every step (collectives need equal counts). With `max_tokens` they are filled up to that many
     tokens instead of with `micro_batch_size` samples, laid out `packed` or padded.
+
+    taking_part: the rollouts that are trained, by default all. The others count in no weight either; the split into
+    steps does not depend on it.
     """
     plans: list[RankPlan] = [[] for _ in range(ranks)]
     for start in range(0, len(groups), groups_per_step):
         stop = min(start + groups_per_step, len(groups))
-        samples = _trained_samples(groups, range(start, stop))
+        samples = _trained_samples(groups, range(start, stop), taking_part)
         if not samples:
             continue
 
@@ -140,11 +156,13 @@ def plan_batch(
     return plans
 
 
-def _trained_samples(groups: Groups, chosen: range) -> dict[Place, SampleInfo]:
+def _trained_samples(groups: Groups, chosen: range, taking_part: Participation | None) -> dict[Place, SampleInfo]:
     """The samples of the chosen groups that have a trained token, in order."""
     samples = {}
     for group in chosen:
         for rollout, info in enumerate(groups[group]):
+            if taking_part is not None and not taking_part[group][rollout]:
+                continue
             for segment, sample in enumerate(info.samples):
                 if sample.trained_tokens:
                     samples[Place(group, rollout, segment)] = sample

@@ -109,7 +109,7 @@ async def _check(arguments: argparse.Namespace) -> int:
 
 async def _play(runner: "Runner", context: "EpisodeContext", arguments: argparse.Namespace) -> "Episode":
     """The episode. Raises a MoltError for what would fail a rollout in a run."""
-    from molt.types import InfraFailure
+    from molt.types import InfraFailure, ReplaceGroup
 
     agent = arguments.file
     deadline = asyncio.timeout(arguments.timeout_s)
@@ -122,6 +122,11 @@ async def _play(runner: "Runner", context: "EpisodeContext", arguments: argparse
         raise AgentError(
             f"{agent}: {failure.reason}: {failure.detail}. The rollout would fail in a run. Fix the agent."
         ) from failure
+    except ReplaceGroup as replaced:
+        raise AgentError(
+            f"{agent} raised ReplaceGroup ({replaced.reason}: {replaced.detail}). A run would start another prompt "
+            "instead, so there is no episode to show. Use another prompt."
+        ) from replaced
     except Exception as error:  # the user's agent may raise anything
         if isinstance(error, TimeoutError) and deadline.expired():
             raise AgentError(
@@ -269,7 +274,7 @@ def _report(episode: "Episode", renderer: "Renderer") -> str:
     outcome = episode.outcome
     ending = f"{type(outcome).__name__}: reward {outcome.reward:g}, score {outcome.score:g}"
     if episode.truncated:
-        ending += ", truncated"
+        ending += f", truncated ({episode.cut})"
     lines = [
         tree.show(renderer.tokenizer.decode),
         f"{len(tree.nodes)} calls, {len(samples)} samples, {trained_tokens} trained tokens",

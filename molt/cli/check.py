@@ -19,6 +19,7 @@ from rich.text import Text
 from molt import rules
 from molt.agents.chat_runner import ChatAgentRunner
 from molt.agents.load import load_runner
+from molt.agents.scheme import load_scheme
 from molt.algo.plugin import load_estimator
 from molt.algorithm import Algorithm, policy_loss
 from molt.chat.chat_renderer import load_chat_renderer
@@ -101,6 +102,7 @@ def training_checks(config: RLConfig) -> Findings:
     if algorithm is not None:
         check_scoring_models(found, config, algorithm, tokenizer)
     check_agent(found, config, tokenizer)
+    check_scheme(found, config)
 
     prompts = found.attempt(first_prompts, config) if config.data.prompt_dataset else None
     held_out = found.attempt(first_held_out, config) if config.eval.dataset else None
@@ -347,6 +349,13 @@ def check_agent(found: Findings, config: RLConfig, tokenizer: "PreTrainedTokeniz
     found.add("ok", f"agent: {path} imports")
     if isinstance(runner, ChatAgentRunner) and tokenizer is not None:
         found.attempt(_check_chat, found, config)
+
+
+def check_scheme(found: Findings, config: RLConfig) -> None:
+    """Add whether the file of a scheme imports."""
+    path = config.rollout.scheme
+    if path is not None and found.attempt(load_scheme, path) is not None:
+        found.add("ok", f"scheme: {path} imports")
 
 
 def _check_chat(found: Findings, config: RLConfig) -> None:

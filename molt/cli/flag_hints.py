@@ -99,6 +99,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "loss_aggregation": ("actor.loss_agg_mode",),
     "entropy_coeff": ("actor.entropy_coef",),
     "ent_coef": ("actor.entropy_coef",),
+    "mask_truncated_completions": ("reward.mask_truncated",),
     "reward_funcs": _AGENT,
     "reward_function": _AGENT,
     "reward_fn": _AGENT,

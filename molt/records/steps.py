@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from molt.config import RLConfig
+from molt.batch.masking import takes_part
+from molt.config import RewardConfig, RLConfig
 from molt.errors import LostError, TrainingError
 from molt.records.notices import Notices
 from molt.report.metrics import merge
@@ -15,7 +16,7 @@ from molt.report.sinks import RunLog
 from molt.rollout.buffer import write_records
 from molt.rollout.dump import abandon_dump, begin_batch
 from molt.rollout.keepers import Keepers
-from molt.types import Group, Json, Metric, PolicyFailure, RolloutInfo
+from molt.types import CUT_REASONS, Group, Json, Metric, PolicyFailure, RolloutInfo
 
 NEARLY_ALL = 0.99
 """A step of which this fraction of the trained tokens is filtered warns."""
@@ -136,13 +137,14 @@ class StepRecords:
         )
 
 
-def rollout_metrics(group: Group) -> dict[str, Metric]:
-    """`rollout/*` of one trained group."""
+def rollout_metrics(group: Group, reward: RewardConfig) -> dict[str, Metric]:
+    """`rollout/*` of one trained group. reward: says which of its rollouts take part in training."""
     rollouts = group.rollouts
     n = len(rollouts)
     generated_tokens = sum(rollout.generated_tokens for rollout in rollouts)
     policy_failures = sum(isinstance(rollout.outcome, PolicyFailure) for rollout in rollouts)
-    distinct_rewards = {rollout.reward for rollout in rollouts}
+    trained = [rollout for rollout in rollouts if takes_part(rollout, reward)]
+    distinct_rewards = {rollout.reward for rollout in trained}
     metrics = {
         "rollout/reward": Metric(sum(rollout.reward for rollout in rollouts), n),
         "rollout/score": Metric(sum(rollout.score for rollout in rollouts), n),
@@ -154,6 +156,10 @@ def rollout_metrics(group: Group) -> dict[str, Metric]:
         "rollout/mixed_groups": Metric(len(distinct_rewards) > 1),
         "timing/rollout_s": Metric(sum(rollout.duration_s for rollout in rollouts), n),
     }
+    for reason in CUT_REASONS:
+        metrics[f"rollout/truncated_{reason}"] = Metric(sum(rollout.cut == reason for rollout in rollouts), n)
+    if reward.mask_truncated:
+        metrics["rollout/masked"] = Metric(n - len(trained), n)
     return merge([metrics, *(_info_metrics(rollout) for rollout in rollouts)])
 
 

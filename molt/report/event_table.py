@@ -24,6 +24,8 @@ CALM = frozenset(
     }
 )
 """Kinds of events that belong to a healthy run, or end a fault. All others stand out."""
+CALM_REASONS = frozenset({"filtered", "too_few_left"})
+"""Groups that were discarded for these only belong to a healthy run too."""
 SUMMARISED = frozenset({"publication"})
 """Kinds that every step has: one row for all of them."""
 LISTED_EVENTS = 12
@@ -39,6 +41,7 @@ class _TableRow:
     time: float
     kind: str
     text: str
+    is_calm: bool
 
 
 def event_table(run_dir: Path) -> str:
@@ -66,13 +69,19 @@ def _time_of_row(row: _TableRow) -> float:
 
 def _rows_of_kind(kind: str, events: list[Event]) -> list[_TableRow]:
     if kind in SUMMARISED or len(events) > LISTED_EVENTS:
-        return [_TableRow(_time(events[0]), kind, _summary(events))]
-    return [_TableRow(_time(event), kind, _fields_text(event)) for event in events]
+        return [_TableRow(_time(events[0]), kind, _summary(events), _is_calm(kind, events))]
+    return [_TableRow(_time(event), kind, _fields_text(event), _is_calm(kind, [event])) for event in events]
+
+
+def _is_calm(kind: str, events: list[Event]) -> bool:
+    if kind == "group_discarded":
+        return all(event.get("reason") in CALM_REASONS for event in events)
+    return kind in CALM
 
 
 def _markup(row: _TableRow, start: float) -> str:
     tag = "<tr>"
-    if row.kind not in CALM:
+    if not row.is_calm:
         tag = "<tr class=fault>"
     after = duration(row.time - start)
     return f"{tag}<td>+{after}</td><td>{html.escape(row.kind)}</td><td>{html.escape(row.text)}</td></tr>"

@@ -31,6 +31,8 @@ def header(config: RLConfig, total_steps: int) -> str:
         f"  {total_steps} steps of {rollout.batch_size} x {rollout.n_samples_per_prompt} rollouts, "
         f"{_staleness(config.train)}",
     ]
+    if rollout.scheme is not None:
+        lines.append(f"  rollouts of a group by {rollout.scheme}")
     width = max(len(name) for name in definitions)
     for name, text in definitions.items():
         lines.append(f"  {name:<{width}} = {text}")
@@ -49,12 +51,15 @@ def _staleness(train: TrainConfig) -> str:
 
 
 def _batch(config: RLConfig) -> Definitions:
-    """Which groups are trained, where some are filtered."""
+    """Which groups and rollouts are trained, where some are not."""
     algo = config.algo
-    if not algo.dynamic_filtering_enable:
-        return {}
-    low, high = algo.dynamic_filtering_range
-    return {"batch": f"groups with {low:g} < mean(score) < {high:g}; the others are replaced"}
+    definitions = {}
+    if algo.dynamic_filtering_enable:
+        low, high = algo.dynamic_filtering_range
+        definitions["batch"] = f"groups with {low:g} < mean(score) < {high:g}; the others are replaced"
+    if config.reward.mask_truncated:
+        definitions["group"] = "rollouts that no length limit cut; with too few of them it is replaced"
+    return definitions
 
 
 def _advantage(config: RLConfig, algorithm: Algorithm) -> Definitions:

@@ -71,7 +71,7 @@ CHARTS = (
     Chart("Gradient norm", ("train/grad_norm",), log=True),
     Chart("Learning rate", ("train/lr",), zero=True, noisy=False),
     Chart("Turns", ("rollout/turns",), zero=True, note="model calls per rollout"),
-    Chart("Truncated", ("rollout/truncated",), zero=True, note="fraction of rollouts that ran out of context or turns"),
+    Chart("Truncated", ("rollout/truncated",), zero=True, note="fraction of rollouts that were cut before their end"),
     Chart("Time per step", ("timing/*",), zero=True, note="seconds"),
     Chart("Throughput", ("perf/tokens_per_s",), zero=True, note="tokens per second"),
     Chart("Faults", ("faults/*",), zero=True, noisy=False),

@@ -79,7 +79,7 @@ def _facts(row: StoredSample) -> dict[str, str]:
     if row["version_trained"] is not None:
         facts["trained at version"] = str(row["version_trained"])
     if row["truncated"]:
-        facts["truncated"] = "yes"
+        facts["truncated"] = row.get("cut") or "yes"  # older files do not say why
     if row["outcome"] not in (None, "scored"):
         facts["outcome"] = str(row["outcome"])
     return facts

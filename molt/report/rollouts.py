@@ -25,7 +25,8 @@ RECORD_SCHEMA = pa.schema(
         ("score", pa.float32()),  # evaluation counts it
         ("advantage", pa.float32()),  # of the rollout, before whitening; null for a token estimator
         ("outcome", pa.string()),  # `scored` or `policy_failure`
-        ("truncated", pa.bool_()),  # ran out of context, tokens or turns
+        ("truncated", pa.bool_()),  # cut before its end
+        ("cut", pa.string()),  # why: length, turns, time or agent; null if it was not
         ("version_trained", pa.int32()),  # weights that were trained on it
         ("prompt_tokens", pa.int32()),  # tokens before the first generated one
     ]
@@ -111,6 +112,7 @@ def rollout_rows(group: StoredGroup, samples: Sequence[Sequence[Sample]]) -> lis
                     "advantage": advantage,
                     "outcome": _outcome_name(rollout),
                     "truncated": rollout.truncated,
+                    "cut": rollout.cut,
                     "version_trained": group.version_trained,
                     "prompt_tokens": _prompt_tokens(sample),
                     "columns": sample.columns,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from molt.agents.chat_runner import ChatAgentRunner
 from molt.agents.episode import Episode, EpisodeContext
 from molt.agents.load import load_runner
+from molt.agents.scheme import Scheme, independent, load_scheme
 from molt.agents.step_runner import CLOSE_S
 from molt.chat.chat_renderer import load_chat_renderer
 from molt.chat.render import load_renderer
@@ -15,13 +16,14 @@ from molt.config import PromptDataConfig, RolloutConfig
 from molt.errors import UnusableRow
 from molt.rollout.attempt import Attempt
 from molt.rollout.engine_pool import EnginePool
+from molt.rollout.fault_boundary import failure_of, task_is_cancelled, without_user_types
+from molt.rollout.group_run import GroupRun, PlayedRollout
 from molt.rollout.group_task import GroupResult, GroupTask
 from molt.rollout.handles import EngineHandle
 from molt.rollout.model_calls import FREE, TRAINED, ModelCalls, RolloutKey, Seeds, SeedsByPrompt, SeedsByTurn
 from molt.rollout.samples import describe, to_sample
 from molt.rollout.watchdog import LoopLag, RolloutState
-from molt.types import InfraFailure, RolloutInfo, Sample
-from molt.user_module import raised_at
+from molt.types import InfraFailure, Json, ReplaceGroup, RolloutInfo, Sample
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,18 @@ class RunnerSettings:
     """`algo.advantage.score_centering_top_k`."""
 
 
+SCHEME = -1
+"""Stands for the index of a rollout in the seeds of a scheme."""
+
+
 def longest_s(rollout: RolloutConfig) -> float:
-    """Seconds within which a runner finishes any group: every attempt, and its closing, has a limit."""
+    """Seconds within which a runner finishes any group: every attempt, and its closing, has a limit.
+
+    A scheme may run the rollouts of a group one after another.
+    """
     attempts = rollout.max_retries + 1
+    if rollout.scheme is not None:
+        attempts *= rollout.n_samples_per_prompt
     return attempts * (rollout.timeout_s + CLOSE_S)
 
 
@@ -57,6 +68,9 @@ class AgentHost:
 
         data = settings.data
         self.runner = load_runner(settings.agent_path)
+        self.scheme: Scheme | None = None
+        if settings.rollout.scheme is not None:
+            self.scheme = load_scheme(settings.rollout.scheme)
         self.renderer = load_renderer(settings.model, data.chat_template, apply_chat_template=data.apply_chat_template)
         self.chat = None
         if self.runner.needs_chat or data.tools_key:
@@ -85,10 +99,14 @@ class AgentHost:
         if unusable is not None:
             return GroupResult([], unusable=unusable), []
 
-        finished = await asyncio.gather(*(self._rollout(task, index) for index in range(task.n)))
-        rollouts = [info for info, _ in finished]
-        samples = [samples for _, samples in finished]
-        return GroupResult(rollouts), samples
+        scheme = independent
+        limit_s = None
+        if task.by_scheme and self.scheme is not None:
+            scheme = self.scheme
+            limit_s = longest_s(self.settings.rollout)
+        key = self._key(task, SCHEME)
+        run = GroupRun(task, scheme, self._rollout, self.renderer.decode, seed=key.episode_seed(), limit_s=limit_s)
+        return await run.run()
 
     def _unusable(self, task: GroupTask) -> str | None:
         """Why the prompt cannot be rolled out, or None."""
@@ -101,15 +119,15 @@ class AgentHost:
             return f"prompt of {length:,} tokens leaves no room in data.max_len (={max_len:,})"
         return None
 
-    async def _rollout(self, task: GroupTask, index: int) -> tuple[RolloutInfo, list[Sample]]:
-        """Attempts until one succeeds, or `max_retries` are used up."""
+    async def _rollout(self, task: GroupTask, index: int, given: Json) -> PlayedRollout:
+        """Attempts until one succeeds, or `max_retries` are used up. given: by a scheme to the agent."""
         started = time.monotonic()
         failures: list[InfraFailure] = []
         while len(failures) <= self.settings.rollout.max_retries:
             try:
-                episode = await self._attempt(task, index)
+                episode = await self._attempt(task, index, given, number=len(failures))
             except InfraFailure as failure:
-                failures.append(_without_user_types(failure))
+                failures.append(without_user_types(failure))
             else:
                 return self._finished(task, index, episode, failures, started)
 
@@ -117,17 +135,17 @@ class AgentHost:
             group_id=task.prompt.group_id,
             index=index,
             outcome=failures[-1],
-            truncated=False,
+            cut=None,
             turns=0,
             samples=(),
             failures=tuple(failures[:-1]),
             duration_s=time.monotonic() - started,
         )
-        return info, []
+        return PlayedRollout(info, samples=[], turns=[])
 
     def _finished(
         self, task: GroupTask, index: int, episode: Episode, failures: list[InfraFailure], started: float
-    ) -> tuple[RolloutInfo, list[Sample]]:
+    ) -> PlayedRollout:
         """The record and the samples of a rollout that has an episode."""
         samples = episode.samples
         if samples is None:  # its turns are one stream
@@ -136,49 +154,54 @@ class AgentHost:
             group_id=task.prompt.group_id,
             index=index,
             outcome=episode.outcome,
-            truncated=episode.truncated,
+            cut=episode.cut,
             turns=len(episode.turns),
             samples=tuple(describe(sample) for sample in samples),
             failures=tuple(failures),
             duration_s=time.monotonic() - started,
             metrics=episode.info,
         )
-        return info, samples
+        return PlayedRollout(info, samples, episode.turns)
 
-    async def _attempt(self, task: GroupTask, index: int) -> Episode:
+    async def _attempt(self, task: GroupTask, index: int, given: Json, number: int) -> Episode:
         """One attempt at an episode.
 
         This is the fault boundary of a rollout: whatever the agent raises becomes an `InfraFailure`, never a reward.
+        Only `ReplaceGroup` passes, which is about the group.
         """
-        attempt = Attempt(task.prompt.group_id, index)
-        context = self._context(task, attempt)
+        attempt = Attempt(task.prompt.group_id, index, number)
+        context = self._context(task, attempt, given)
         timeout_s = self.settings.rollout.timeout_s
         deadline = asyncio.timeout(timeout_s)
         self.attempts.add(attempt)
         try:
             async with deadline:
                 return await self.runner.run(context)
-        except InfraFailure:
+        except (InfraFailure, ReplaceGroup):
             raise
         except (Exception, asyncio.CancelledError) as error:  # fault boundary: one rollout
-            if _task_is_cancelled():
+            if task_is_cancelled():
                 raise  # otherwise the cancellation is one of the agent's tasks
             if isinstance(error, TimeoutError) and deadline.expired():  # otherwise it is a time limit of the agent
                 raise InfraFailure("timeout", f"no end within rollout.timeout_s (={timeout_s:g})") from None
-            raise InfraFailure(type(error).__name__, _detail(error)) from error
+            raise failure_of(error) from error
         finally:
             self.pool.forget(attempt.rollout)
             self.attempts.discard(attempt)
 
-    def _context(self, task: GroupTask, attempt: Attempt) -> EpisodeContext:
-        """What the runner of the agent gets for one attempt."""
-        prompt = task.prompt
-        key = RolloutKey(
+    def _key(self, task: GroupTask, index: int, attempt: int = 0) -> RolloutKey:
+        """What the seeds of a rollout follow from, or with `SCHEME` those of the group's scheme."""
+        return RolloutKey(
             train_seed=self.settings.seed,
-            epoch=prompt.epoch,
-            position=prompt.position,
-            index=attempt.index,
+            epoch=task.prompt.epoch,
+            position=task.prompt.position,
+            index=index,
+            attempt=attempt,
         )
+
+    def _context(self, task: GroupTask, attempt: Attempt, given: Json) -> EpisodeContext:
+        """What the runner of the agent gets for one attempt."""
+        key = self._key(task, attempt.index, attempt.number)
         calls = ModelCalls(
             self.pool,
             attempt,
@@ -190,7 +213,7 @@ class AgentHost:
             candidates=self.settings.candidates,
         )
         return EpisodeContext(
-            prompt=prompt,
+            prompt=task.prompt,
             call_model=calls.trained,
             renderer=self.renderer,
             seed=key.episode_seed(),
@@ -199,29 +222,10 @@ class AgentHost:
             max_turns=self.settings.rollout.max_turns,
             chat=self.chat,
             call_freely=calls.free,
+            given=given,
         )
 
     def _trained_seeds(self, key: RolloutKey) -> Seeds:
         if isinstance(self.runner, ChatAgentRunner):
             return SeedsByPrompt(key, TRAINED)
         return SeedsByTurn(key)
-
-
-def _task_is_cancelled() -> bool:
-    """Whether somebody cancelled the current task."""
-    current = asyncio.current_task()
-    return current is not None and current.cancelling() > 0
-
-
-def _without_user_types(failure: InfraFailure) -> InfraFailure:
-    """A plain copy: the driver cannot import a user's subclass, and a traceback keeps its frames alive."""
-    return InfraFailure(str(failure.reason), str(failure.detail))
-
-
-def _detail(error: BaseException) -> str:
-    """The text of an error, whose type is the reason, and the user's line that led to it."""
-    place = f"at {raised_at(error)}"
-    text = str(error)
-    if not text:
-        return place
-    return f"{text} {place}"

@@ -10,10 +10,11 @@ from molt.rollout.watchdog import RolloutState
 class Attempt:
     """One attempt at one rollout of a group."""
 
-    def __init__(self, group_id: str, index: int):
-        """index: of the rollout in its group."""
+    def __init__(self, group_id: str, index: int, number: int = 0):
+        """index: of the rollout in its group. number: of the attempt, from 0."""
         self.group_id = group_id
         self.index = index
+        self.number = number
         self.turns = 0
         """Model calls that have ended."""
         self._started = time.monotonic()

@@ -19,7 +19,18 @@ from molt.checkpoint_files import FORMAT, NUMBER, read_json, require_known_forma
 from molt.columns import ALWAYS, TokenColumns, concat, declaration, declared
 from molt.errors import CheckpointError
 from molt.rollout.samples import describe
-from molt.types import Group, InfraFailure, Json, PolicyFailure, Prompt, RolloutInfo, Sample, SampleInfo, Scored
+from molt.types import (
+    CutReason,
+    Group,
+    InfraFailure,
+    Json,
+    PolicyFailure,
+    Prompt,
+    RolloutInfo,
+    Sample,
+    SampleInfo,
+    Scored,
+)
 
 RolloutSamples = list[list[Sample]]
 """The samples of one group, `[rollout][segment]`."""
@@ -159,6 +170,7 @@ def _rollout_record(rollout: RolloutInfo) -> Json:
         "index": rollout.index,
         "outcome": _outcome_record(rollout.outcome),
         "truncated": rollout.truncated,
+        "cut": rollout.cut,
         "turns": rollout.turns,
         "samples": [asdict(sample) for sample in rollout.samples],
         "duration_s": rollout.duration_s,
@@ -187,7 +199,7 @@ def _load_rollout(path: Path, saved: Json, group_id: str, index: int, segments: 
         group_id=group_id,
         index=index,
         outcome=_load_outcome(path, record["outcome"]),
-        truncated=record["truncated"],
+        cut=_load_cut(record),
         turns=record["turns"],
         samples=tuple(infos),
         duration_s=record["duration_s"],
@@ -204,6 +216,13 @@ def _load_outcome(path: Path, saved: Json) -> Scored | PolicyFailure:
     if score is None:
         score = reward
     return Scored(reward=reward, score=score)
+
+
+def _load_cut(record: Json) -> CutReason | None:
+    """A file of an older molt says only whether the rollout was cut, and length is by far the most frequent reason."""
+    if record["truncated"] and record["cut"] is None:
+        return "length"
+    return record["cut"]
 
 
 def _oldest_version(rollouts: Sequence[RolloutInfo]) -> int:

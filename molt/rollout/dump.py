@@ -70,8 +70,8 @@ def _require_same(folder: Path, identity: Json, flag: str) -> None:
     made_with.pop(OWNER, None)
     if made_with and made_with != identity:
         raise DataError(
-            f"`{flag}` (={folder}) was made with {made_with}, this run has {identity}: its places in the stream would "
-            "be other prompts. Use the settings of that run."
+            f"`{flag}` (={folder}) was made with {made_with}, this run has {identity}: its batches would hold other "
+            "groups. Use the settings of that run."
         )
 
 

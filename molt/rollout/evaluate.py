@@ -91,14 +91,13 @@ async def _run(task: GroupTask, runners: Runners) -> Rollouts:
         return _failed_rollouts(task, failure)
     if result.unusable:
         return _failed_rollouts(task, InfraFailure("unusable_prompt", result.unusable))
+    if result.replaced is not None:
+        return _failed_rollouts(task, InfraFailure(result.replaced.reason, result.replaced.detail))
     return result.rollouts
 
 
 def _failed_rollouts(task: GroupTask, failure: InfraFailure) -> Rollouts:
-    return [
-        RolloutInfo(task.prompt.group_id, index, failure, truncated=False, turns=0, samples=())
-        for index in range(task.n)
-    ]
+    return [RolloutInfo(task.prompt.group_id, index, failure, cut=None, turns=0, samples=()) for index in range(task.n)]
 
 
 def _flat(groups: Sequence[Rollouts]) -> Rollouts:

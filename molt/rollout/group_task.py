@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from molt.config import EvalConfig, RolloutConfig
-from molt.types import Prompt, RolloutInfo
+from molt.types import InfraFailure, Prompt, ReplaceGroup, RolloutInfo
 
 Value = TypeVar("Value")
 
@@ -19,6 +19,8 @@ class GroupTask:
     top_p: float
     top_k: int
     max_new_tokens: int | None
+    by_scheme: bool = False
+    """Whether `rollout.scheme` says which rollout runs when; in an evaluation none knows of another."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,10 @@ class GroupResult:
     """Why the prompt cannot be rolled out at all, such as being longer than the context."""
     node: str = ""
     """Where the heavy part is, by Ray's id."""
+    replaced: ReplaceGroup | None = None
+    """The agent does not want the group to be trained."""
+    failure: InfraFailure | None = None
+    """Its scheme failed; there are only the rollouts that had ended."""
 
 
 def group_task(prompt: Prompt, rollout: RolloutConfig, overrides: EvalConfig | None = None) -> GroupTask:
@@ -41,6 +47,7 @@ def group_task(prompt: Prompt, rollout: RolloutConfig, overrides: EvalConfig | N
         top_p=rollout.top_p,
         top_k=rollout.top_k,
         max_new_tokens=rollout.max_new_tokens,
+        by_scheme=rollout.scheme is not None and overrides is None,
     )
     if overrides is None:
         return task

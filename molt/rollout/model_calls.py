@@ -37,14 +37,21 @@ class RolloutKey:
     """Of the prompt in its epoch."""
     index: int
     """Of the rollout in its group."""
+    attempt: int = 0
+    """How many attempts at the rollout failed before. A group that starts again on another runner, or after a resume,
+    is at attempt 0 again, so that it gets the same numbers."""
 
     def episode_seed(self) -> int:
         """For the agent's own random numbers."""
         return self.call_seed(-1)
 
     def call_seed(self, number: int, *place: int) -> int:
-        """Of call `number` among those at `place`; without a place, among all of the rollout."""
-        return seed_of(self.train_seed, self.epoch, self.position, self.index, number, *place)
+        """Of call `number` among those at `place`; without a place, among all of the rollout.
+
+        A retry samples anew: the answer that broke a sandbox would break it again. The first attempt has no number.
+        """
+        attempt = (self.attempt,) if self.attempt else ()
+        return seed_of(self.train_seed, self.epoch, self.position, self.index, number, *place, *attempt)
 
 
 class Seeds(Protocol):

@@ -4,7 +4,7 @@
 The policy of *when* is pure and lives in `admission.py`; this file moves groups between states:
 
     prompt stream ──► in flight ──► finished (the buffer) ──► batch ──► closed
-                          └───────► discarded (unusable prompt, failed rollouts, filtered) ──► closed
+                          └───────► replaced, for a reason (`replacement.py`) ──► closed
 """
 
 import asyncio
@@ -12,15 +12,34 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from molt.config import RolloutConfig
+from molt.batch.masking import fewest_left, takes_part
+from molt.config import RewardConfig, RolloutConfig
 from molt.data.prompts import PromptStream
-from molt.errors import AgentError, FailureRateError, MoltError, StalledError, UnusableRow, first_error
+from molt.errors import (
+    AgentError,
+    FailureRateError,
+    MoltError,
+    NoProgressError,
+    StalledError,
+    UnusableRow,
+    first_error,
+)
 from molt.rare_gc import collect_rarely
 from molt.rollout.admission import Tally, may_start, select_batch
 from molt.rollout.failures import MIN_WINDOW, FailureWindow
 from molt.rollout.group_task import GroupResult, GroupTask, group_task
+from molt.rollout.replacement import (
+    FILTERED,
+    PROMPT_TOO_LONG,
+    TOO_FEW_LEFT,
+    UNUSABLE_ROW,
+    Replacement,
+    Replacements,
+    of_failure,
+    of_user,
+)
 from molt.rollout.shutdown import Shutdown
-from molt.types import EMPTY_LEDGER, Group, InfraFailure, Ledger, Metric, OnEvent, Prompt
+from molt.types import EMPTY_LEDGER, Group, InfraFailure, Ledger, Metric, OnEvent, Prompt, RolloutInfo
 
 STARTS = 32
 """Groups that start in one callback of the event loop."""
@@ -90,8 +109,12 @@ class Producer:
         on_event: OnEvent,
         group_filter: GroupFilter | None = None,
         copies: Copies | None = None,
+        reward: RewardConfig | None = None,
     ):
-        """queue: `train.async_queue_size`. group_filter: None without dynamic filtering. copies: None makes none."""
+        """queue: `train.async_queue_size`. group_filter: None without dynamic filtering. copies: None makes none.
+
+        reward: says which rollouts take part in training; None: all.
+        """
         self.stream = stream
         self.runners = runners
         self.config = config
@@ -101,6 +124,8 @@ class Producer:
         self.on_event = on_event
         self.filter = group_filter
         self.copies = copies
+        self.reward = reward or RewardConfig()
+        self.replacements = Replacements(most_open=(1 + queue) * config.batch_size, on_event=on_event)
         self.step = 0
         """Batches trained and published."""
         self.ended = False
@@ -209,7 +234,7 @@ class Producer:
         """What a checkpoint holds of the prompts: the next position, and which are open or wait for a slot."""
         waiting = [group.prompt for group in self._by_order() if not group.finished]
         waiting.extend(self.restarts)
-        if isinstance(self.shutdown.error, FailureRateError):
+        if isinstance(self.shutdown.error, FailureRateError | NoProgressError):
             waiting.extend(self.lost)
         counts = [0, 0]
         if self.filter is not None:
@@ -233,6 +258,7 @@ class Producer:
         self.tally = Tally()
         self.lost = []
         self.failures = self._new_window()
+        self.replacements.forget()
         self.metrics = []
         self.ended = False
         self.paused = False
@@ -250,8 +276,8 @@ class Producer:
         return [group for group in self._by_order() if group.finished]
 
     def take_metrics(self) -> list[dict[str, Metric]]:
-        """`faults/*`, and those of the filter, since the last call."""
-        taken = self.metrics
+        """`faults/*`, and those of replaced groups and the filter, since the last call."""
+        taken = self.metrics + self.replacements.take_metrics()
         self.metrics = []
         return taken
 
@@ -294,7 +320,7 @@ class Producer:
             try:
                 return self.stream[index]
             except UnusableRow as error:
-                self._report_discarded(None, "unusable_row", str(error))
+                self.replacements.add(None, Replacement(UNUSABLE_ROW, str(error), is_fault=True))
                 self._notify()
         return None
 
@@ -322,7 +348,7 @@ class Producer:
                 await asyncio.sleep(0)  # thousands may start at once: other tasks have their turn
 
     async def _fill(self, group: Group) -> None:
-        """Roll out one group, and put it into the buffer or discard it."""
+        """Roll out one group, and put it into the buffer or replace it."""
         try:
             result, samples = await self.runners.run_group(group_task(group.prompt, self.config))
         except InfraFailure as failure:
@@ -330,33 +356,44 @@ class Producer:
             self._lose(group, failure)
             return
         if result.unusable:
-            self._discard(group, "prompt_too_long", result.unusable)
+            self._replace(group, Replacement(PROMPT_TOO_LONG, result.unusable, is_fault=True))
+            return
+        if result.replaced is not None:
+            self._replace(group, of_user(result.replaced))
             return
         _refuse_images(group, result)
         failure = self._count_all(group, result)
         if failure is not None:  # never trained with a silently smaller baseline
             self._lose(group, failure)
-        elif self._keeps(result):
-            if self.copies is not None:
-                await self.copies.copy(group.prompt.group_id, samples, result.node)
-            group.rollouts = result.rollouts
-            group.samples = samples
-            self.tally.finish(group)
-            self._notify()
-        else:
-            self._leave(group)  # which lets another one start in its place
-            self._notify()
+            return
+        replacement = self._why_not_trained(result.rollouts)
+        if replacement is not None:
+            self._replace(group, replacement)
+            return
+        if self.copies is not None:
+            await self.copies.copy(group.prompt.group_id, samples, result.node)
+        group.rollouts = result.rollouts
+        group.samples = samples
+        self.tally.finish(group)
+        self.replacements.kept()
+        self._notify()
 
-    def _keeps(self, result: GroupResult) -> bool:
-        """Whether dynamic filtering, if it is on, keeps the group."""
+    def _why_not_trained(self, rollouts: Sequence[RolloutInfo]) -> Replacement | None:
+        """Why nothing could be learned from these rollouts, all of which have a reward; None if something can."""
+        scores = [rollout.score for rollout in rollouts if takes_part(rollout, self.reward)]
+        if len(scores) < fewest_left(len(rollouts)):
+            detail = f"a length limit cut {len(rollouts) - len(scores)} of {len(rollouts)} rollouts"
+            return Replacement(TOO_FEW_LEFT, detail)
         if self.filter is None:
-            return True
-        kept, metrics = self.filter.keeps([rollout.score for rollout in result.rollouts])
+            return None
+        kept, metrics = self.filter.keeps(scores)
         self.metrics.append(metrics)
-        return kept
+        if kept:
+            return None
+        return Replacement(FILTERED, f"mean score {metrics['rollout/unfiltered_score'].total:g}")
 
     def _count_all(self, group: Group, result: GroupResult) -> InfraFailure | None:
-        """Count the attempts of all rollouts; the last one that never succeeded. Raises `FailureRateError`."""
+        """Count the attempts of all rollouts; why one, or the group, never succeeded. Raises `FailureRateError`."""
         lost = None
         for rollout in result.rollouts:
             attempts = list(rollout.failures)
@@ -364,6 +401,9 @@ class Producer:
                 lost = rollout.outcome
                 attempts.append(rollout.outcome)
             self._count(group, rollout.index, attempts, succeeded=not rollout.failed)
+        if result.failure is not None:
+            lost = result.failure
+            self._count(group, None, [lost], succeeded=False)
         return lost
 
     def _count(self, group: Group, rollout: int | None, failures: Sequence[InfraFailure], *, succeeded: bool) -> None:
@@ -381,19 +421,14 @@ class Producer:
 
     def _lose(self, group: Group, failure: InfraFailure) -> None:
         """The infrastructure failed for the group; a run that stops for that repeats it when it is resumed."""
-        self._discard(group, failure.reason, failure.detail)
         self.lost.append(group.prompt)
+        self._replace(group, of_failure(failure))
 
-    def _discard(self, group: Group, reason: str, detail: str) -> None:
-        """The group cannot be used; another one may start in its place."""
-        self._report_discarded(group.prompt.group_id, reason, detail)
+    def _replace(self, group: Group, replacement: Replacement) -> None:
+        """The group is not trained; another one may start in its place. Raises `NoProgressError`."""
         self._leave(group)
+        self.replacements.add(group.prompt.group_id, replacement)
         self._notify()
-
-    def _report_discarded(self, group_id: str | None, reason: str, detail: str) -> None:
-        """group_id: None for a row from which no group could be made."""
-        self.metrics.append({"faults/discarded_groups": Metric(1.0)})
-        self.on_event("group_discarded", group=group_id, reason=reason, detail=detail)
 
     def _notify(self) -> None:
         self._changed.set()

@@ -15,7 +15,7 @@ from molt.agents import ChatAgent, ChatAgentRunner, PolicyFailure, Result, harne
 from molt.agents.step_runner import EpisodeContext
 from molt.chat.chat_renderer import ChatRenderer
 from molt.errors import AgentError
-from molt.types import InfraFailure, Prompt, Scored
+from molt.types import InfraFailure, Prompt, ReplaceGroup, Scored
 from tests.streams import turn_from
 from tests.tiny import END_ID, char_tokenizer
 
@@ -106,7 +106,19 @@ def test_an_answer_that_was_cut_is_truncated_and_a_score_of_its_own_counts():
         return Result(reward=0.5, score=1.0)
 
     episode = play(run, Model("a long answer"), max_new_tokens=4)
-    assert episode.truncated and episode.outcome == Scored(0.5, 1.0)
+    assert episode.cut == "length" and episode.outcome == Scored(0.5, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("truncated", "answer", "cut"),
+    [(True, "ok", "agent"), ("time", "ok", "time"), (False, "ok", None), ("time", "a long answer", "length")],
+)
+def test_an_agent_says_why_it_stopped_before_the_end(truncated, answer, cut):
+    async def run(ctx):
+        await ask(ctx, ctx.prompt)
+        return Result(reward=0.5, truncated=truncated)
+
+    assert play(run, Model(answer), max_new_tokens=10).cut == cut
 
 
 def test_what_a_judge_samples_is_in_no_sample_and_uses_its_own_sampling():
@@ -203,7 +215,7 @@ async def talk(ctx):
 
 def test_running_out_of_context_through_a_stock_client_is_scored_and_truncated():
     episode = play(talk, Model(*["x" * 20] * 9), max_len=100)
-    assert episode.outcome == Scored(0.0, 0.0) and episode.truncated
+    assert episode.outcome == Scored(0.0, 0.0) and episode.cut == "length"
     assert len(episode.samples) == 1 and len(episode.turns) >= 2 and episode.info["chat_out_of_context"] == 1
 
 
@@ -213,6 +225,7 @@ def test_running_out_of_context_through_a_stock_client_is_scored_and_truncated()
         ([], 10, None, BadRequestError),  # not even the first prompt fits: nothing was ever tried
         (["x"], 500, RuntimeError("sandbox"), RuntimeError),  # nothing was refused
         (["x" * 20] * 9, 100, InfraFailure("sandbox"), InfraFailure),
+        (["x" * 20] * 9, 100, ReplaceGroup("stale_task"), ReplaceGroup),
         (["x", InfraFailure("engine", "dead")], 500, None, InfraFailure),
     ],
 )

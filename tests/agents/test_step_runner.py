@@ -10,7 +10,7 @@ from molt.agents import Env, PolicyFailure, Result, StepEnvRunner
 from molt.agents.step_runner import EpisodeContext
 from molt.chat.render import Renderer
 from molt.errors import AgentError
-from molt.types import InfraFailure, Prompt, Scored, Turn
+from molt.types import InfraFailure, Prompt, ReplaceGroup, Scored, Turn
 from tests.streams import turn_from
 from tests.tiny import END_ID, char_tokenizer
 
@@ -90,6 +90,7 @@ def test_one_turn_and_the_state_the_env_sees():
             "label": "L",
             "data_source": "here",
             "seed": 7,
+            "given": {},
             "turn": 0,
             "action": "ok",
             "finish_reason": "stop",
@@ -158,19 +159,48 @@ def test_a_prompt_that_leaves_no_room_for_a_first_turn_says_nothing_about_the_po
 
 
 @pytest.mark.parametrize(
-    ("result", "answer", "truncated"),
+    ("result", "answer", "cut"),
     [
-        (Result(0), "ok", False),
-        (Result(0, truncated=True), "ok", True),
-        (Result(0, terminated=False, truncated=True), "ok", True),
-        (Result(0), "cut by max_new_tokens", True),
-        (Result(0, truncated=np.bool_(True)), "ok", True),
-        (PolicyFailure(0.0, "no answer"), "cut by max_new_tokens", True),
-        (PolicyFailure(0.0, "no answer"), "ok", False),
+        (Result(0), "ok", None),
+        (Result(0, truncated=True), "ok", "agent"),
+        (Result(0, terminated=False, truncated=True), "ok", "agent"),
+        (Result(0, truncated="time"), "ok", "time"),
+        (Result(0, truncated="length"), "ok", "length"),
+        (Result(0), "cut by max_new_tokens", "length"),
+        (Result(0, truncated=True), "cut by max_new_tokens", "length"),  # the environment only reacts to it
+        (Result(0, truncated=np.bool_(True)), "ok", "agent"),
+        (PolicyFailure(0.0, "no answer"), "cut by max_new_tokens", "length"),
+        (PolicyFailure(0.0, "no answer"), "ok", None),
     ],
 )
-def test_truncated(result, answer, truncated):
-    assert run(scripted(result), Script(answer), max_new_tokens=4).truncated is truncated  # a bool: it is saved as json
+def test_a_cut_has_one_reason(result, answer, cut):
+    episode = run(scripted(result), Script(answer), max_new_tokens=4)
+    assert episode.cut == cut and episode.truncated is (cut is not None)
+
+
+@pytest.mark.parametrize(
+    ("last", "answer", "cut"),
+    [
+        (Result(0, terminated=False), "ok", "turns"),
+        (Result(0, terminated=False, truncated="time"), "ok", "time"),
+        (Result(0, terminated=False), "a cut one", "length"),
+        (Result(0), "ok", None),
+    ],
+)
+def test_the_reason_at_the_last_turn(last, answer, cut):
+    first = Result(0, observation="o", terminated=False)
+    assert run(scripted(first, last), Script("ok", answer), max_turns=2, max_new_tokens=4).cut == cut
+
+
+def test_a_reason_that_does_not_exist_is_refused():
+    with pytest.raises(AgentError, match=r"Result.truncated \(='tokens'\) is no reason.*length, turns, time, agent"):
+        Result(0, truncated="tokens")
+
+
+def test_an_environment_may_ask_for_another_prompt():
+    env = scripted(ReplaceGroup("stale_task", "its image is gone"))
+    with pytest.raises(ReplaceGroup, match="its image is gone"):
+        run(env, Script("ok"))
 
 
 def test_only_the_last_turn_tells_whether_the_episode_was_cut():

@@ -14,10 +14,10 @@ from molt.types import PolicyFailure, RolloutInfo, SampleInfo, Scored
 MAX_LEN = 64
 
 
-def rollout(reward=0.0, *samples, outcome=None):
+def rollout(reward=0.0, *samples, outcome=None, cut=None):
     """`samples`: (tokens, trained tokens) of each segment."""
     infos = tuple(SampleInfo(tokens, trained, 0) for tokens, trained in samples)
-    return RolloutInfo("0:0", 0, outcome or Scored(reward, reward), False, 1, infos)
+    return RolloutInfo("0:0", 0, outcome or Scored(reward, reward), cut, 1, infos)
 
 
 def shaped(groups, clip_range=(-10.0, 10.0), **penalties):

@@ -297,6 +297,11 @@ class AgentRunner(ChatAgentRunner):
 """
 
 
+def test_a_scheme_is_loaded(run, capsys):
+    code, lines = _check(capsys, f"--rollout.scheme {ALGORITHMS.parent / 'schemes' / 'draft_revise.py'}")
+    assert code == 0 and any(line.startswith("ok ") and "draft_revise.py imports" in line for line in lines)
+
+
 def test_a_chat_agent_talks_in_messages(run, capsys):
     (run / "agent.py").write_text(CHAT_AGENT)
     code, lines = _check(capsys)

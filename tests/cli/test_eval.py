@@ -24,7 +24,7 @@ LOST = InfraFailure("timeout", "no end within rollout.timeout_s (=10)")
 def rollouts(*scores) -> list[RolloutInfo]:
     """Of one prompt; None is a failure."""
     outcomes = [LOST if score is None else Scored(score, score) for score in scores]
-    return [RolloutInfo("g", i, o, False, 1, (SampleInfo(9, 4, 0),)) for i, o in enumerate(outcomes)]
+    return [RolloutInfo("g", i, o, None, 1, (SampleInfo(9, 4, 0),)) for i, o in enumerate(outcomes)]
 
 
 def config(*more: str) -> RLConfig:

@@ -109,6 +109,8 @@ WRONG = [
     ("rl", "--train.agent_path agnt.py", "(=agnt.py)", "nothing to run", "Did you mean 'agent.py'?"),
     ("rl", "--train.agent_path no_runner.py", "no_runner.py", "no `AgentRunner`", "class AgentRunner(StepEnvRunner)"),
     ("rl", "--train.agent_path raises.py", "raises.py", "cannot be imported", "ZeroDivisionError"),
+    ("rl", "--rollout.scheme schem.py", "(=schem.py)", "nothing to run", "Give the path of a FILE.py"),
+    ("rl", "--rollout.scheme agent.py", "(=agent.py)", "no rollout would start", "Add `async def run_group"),
     # settings against each other
     ("rl", "--train.batch_size 12", "`train.batch_size` (=12)", "a group would be split", "4 or 8 or 16"),
     (

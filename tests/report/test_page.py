@@ -131,6 +131,14 @@ def test_what_went_wrong_stands_out_whatever_it_is(tmp_path):
     assert all(f"because of {kind}" in text for _, kind, text in rows)
 
 
+def test_groups_that_belong_to_a_healthy_run_do_not_stand_out(tmp_path):
+    with RunLog(tmp_path, LoggerConfig(logging_steps=100), "", 1) as log:
+        for reason in ("filtered", "too_few_left", "timeout"):
+            log.event("group_discarded", group="0:1", reason=reason, detail="")
+    rows = re.findall(r"<tr( class=fault)?><td>[^<]*</td><td>group_discarded</td><td>.*?reason (\w+)", build(tmp_path))
+    assert rows == [("", "filtered"), ("", "too_few_left"), (" class=fault", "timeout")]
+
+
 def test_an_sft_run_has_only_what_it_measured(tmp_path):
     with RunLog(tmp_path, LoggerConfig(logging_steps=100), "", None) as log:
         for step in (1, 2):

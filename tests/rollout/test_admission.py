@@ -14,7 +14,7 @@ from molt.rollout.admission import Tally, in_time, may_start, select_batch
 from molt.types import Group, Prompt, RolloutInfo, Scored
 
 PROMPT = Prompt(epoch=0, position=0, row=0, messages=None, text="")
-ROLLOUT = RolloutInfo("0:0", 0, Scored(0.0, 0.0), truncated=False, turns=1, samples=())
+ROLLOUT = RolloutInfo("0:0", 0, Scored(0.0, 0.0), cut=None, turns=1, samples=())
 
 
 def group(order, start_step, *, finished=True):

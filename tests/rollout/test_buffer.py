@@ -25,8 +25,8 @@ def sample(length, seed):
 PAIRS = Column("pairs", "int16", fill=-1, shape=(2,))
 
 
-def rollout(group_id, index, outcome, samples, **other):
-    return RolloutInfo(group_id, index, outcome, False, 2, tuple(map(describe, samples)), **other)
+def rollout(group_id, index, outcome, samples, cut=None, **other):
+    return RolloutInfo(group_id, index, outcome, cut, 2, tuple(map(describe, samples)), **other)
 
 
 def groups():
@@ -35,7 +35,9 @@ def groups():
     light = [
         [
             rollout("1:5", 0, Scored(0.1, 1.0), heavy[0][0], duration_s=1.5, metrics={"tries": 2.0}),
-            rollout("1:5", 1, PolicyFailure(-1.0, "no json"), heavy[0][1], failures=(InfraFailure("engine"),)),
+            rollout(
+                "1:5", 1, PolicyFailure(-1.0, "no json"), heavy[0][1], cut="time", failures=(InfraFailure("engine"),)
+            ),
         ],
         [rollout("1:2", 0, Scored(0.0, 0.0), heavy[1][0]), rollout("1:2", 1, Scored(float("inf"), 0.0), heavy[1][1])],
     ]

@@ -43,7 +43,14 @@ class Runners:
         if isinstance(outcomes, str):
             return GroupResult([], unusable=outcomes), None
         rollouts = [
-            RolloutInfo(task.prompt.group_id, i, outcome, truncated=i == 0, turns=1, samples=(SampleInfo(9, 4 + i, 0),))
+            RolloutInfo(
+                task.prompt.group_id,
+                i,
+                outcome,
+                "turns" if i == 0 else None,
+                turns=1,
+                samples=(SampleInfo(9, 4 + i, 0),),
+            )
             for i, outcome in enumerate(outcomes)
         ]
         return GroupResult(rollouts), None

@@ -1,6 +1,8 @@
 """The seeds and the sampling of a rollout's model calls. A seed that changes breaks every resumed run."""
 
 import asyncio
+import hashlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -84,6 +86,21 @@ def test_the_seeds_are_the_recorded_ones(seeds, recorded):
     asyncio.run(make(calls))
     assert [sampling.seed for sampling in pool.samplings] == recorded
     assert KEY.episode_seed() == 7614297096540172361
+
+
+def test_a_retry_has_other_seeds_and_the_first_attempt_those_without_a_number():
+    assert replace(KEY, attempt=0) == KEY  # old runs keep their numbers
+    keys = [replace(KEY, attempt=attempt) for attempt in range(4)]
+    kinds = [SeedsByTurn, lambda key: SeedsByPrompt(key, TRAINED), lambda key: SeedsByPrompt(key, FREE)]
+    found = [key.episode_seed() for key in keys]
+    for key in keys:
+        for seeds in kinds:
+            numbered = seeds(key)
+            found += [numbered.next([1, 2, 3], ()) for _ in range(3)]
+    assert len(set(found)) == len(found) == 4 + 4 * 3 * 3
+    # blake2b of "(7, 2, 11, 1, 0, 3)": train seed, epoch, position, rollout, turn, attempt.
+    digest = hashlib.blake2b(b"(7, 2, 11, 1, 0, 3)", digest_size=8).digest()
+    assert keys[3].call_seed(0) == int.from_bytes(digest, "little") >> 1
 
 
 def test_free_calls_choose_their_sampling_and_trained_ones_do_not():

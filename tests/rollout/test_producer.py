@@ -6,7 +6,7 @@ the producer does so.
 
 import asyncio
 import json
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, replace
 
 import pytest
@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 
 from molt.algo.advantage import ADVANTAGES
 from molt.batch.plan import RankPlan, advantages, plan_batch
-from molt.config import RolloutConfig
-from molt.errors import AgentError, FailureRateError, StalledError, UnusableRow
+from molt.config import RewardConfig, RolloutConfig
+from molt.errors import AgentError, FailureRateError, NoProgressError, StalledError, UnusableRow
 from molt.rollout.failures import MIN_ATTEMPTS, FailureWindow
 from molt.rollout.group_task import GroupResult
-from molt.rollout.producer import STARTS, Producer
+from molt.rollout.producer import STARTS, GroupFilter, Producer
+from molt.rollout.replacement import LEAST_LIMIT
 from molt.rollout.shutdown import Shutdown
-from molt.types import Group, InfraFailure, Metric, PolicyFailure, Prompt, RolloutInfo, SampleInfo, Scored
+from molt.types import Group, InfraFailure, Metric, PolicyFailure, Prompt, ReplaceGroup, RolloutInfo, SampleInfo, Scored
 
 GOOD = Scored(1.0, 1.0)
 
@@ -49,11 +50,13 @@ class Stream:
         return epoch * self.size + position
 
 
-def rollouts(prompt, outcomes, failures=()):
-    return [
-        RolloutInfo(prompt.group_id, i, outcome, False, 1, (), failures=tuple(failures))
-        for i, outcome in enumerate(outcomes)
-    ]
+def rollouts(prompt, outcomes, failures=(), cuts=()):
+    """cuts: of the first rollouts; the others are complete."""
+    found = []
+    for i, outcome in enumerate(outcomes):
+        cut = cuts[i] if i < len(cuts) else None
+        found.append(RolloutInfo(prompt.group_id, i, outcome, cut, 1, (), failures=tuple(failures)))
+    return found
 
 
 class Runners:
@@ -71,15 +74,19 @@ class Runners:
         self.ends[position] = asyncio.get_running_loop().create_future()
         return await self.ends[position]
 
-    async def end(self, *positions, outcomes=(GOOD, GOOD), failures=()):
+    async def end(self, *positions, outcomes=(GOOD, GOOD), failures=(), cuts=()):
         """Group 0:position ends with these outcomes, one per rollout."""
         for position in positions:
-            result = GroupResult(rollouts(Prompt(0, position, 0, None, "x"), outcomes, failures))
+            result = GroupResult(rollouts(Prompt(0, position, 0, None, "x"), outcomes, failures, cuts))
             self.ends.pop(position).set_result((result, f"samples of {position}"))
         await settle()
 
     async def unusable(self, position, reason):
         self.ends.pop(position).set_result((GroupResult([], unusable=reason), "nothing"))
+        await settle()
+
+    async def replace(self, position, reason):
+        self.ends.pop(position).set_result((GroupResult([], replaced=ReplaceGroup(reason, "why")), "nothing"))
         await settle()
 
     async def fail(self, position, error):
@@ -95,7 +102,19 @@ async def settle():
 class Running:
     """A producer at work, and what it reported."""
 
-    def __init__(self, stream, runners=None, *, batch_size=2, queue=1, staleness=None, restore=None, **config):
+    def __init__(
+        self,
+        stream,
+        runners=None,
+        *,
+        batch_size=2,
+        queue=1,
+        staleness=None,
+        restore=None,
+        group_filter=None,
+        mask_truncated=False,
+        **config,
+    ):
         self.runners = Runners() if runners is None else runners
         self.events: list[tuple[str, dict]] = []
         self.shutdown = Shutdown()
@@ -107,6 +126,8 @@ class Running:
             queue=queue,
             max_staleness=queue if staleness is None else staleness,
             on_event=lambda kind, **fields: self.events.append((kind, fields)),
+            group_filter=group_filter,
+            reward=RewardConfig(mask_truncated=mask_truncated),
         )
         if restore:
             self.producer.restore(*restore)
@@ -136,7 +157,8 @@ class Running:
         return Counter(fields["reason"] for kind, fields in self.events if kind == "group_discarded")
 
     def count(self, name):
-        return sum(m[name].total for m in self.producer.metrics if name in m)
+        found = [*self.producer.metrics, *self.producer.replacements.metrics]
+        return sum(m[name].total for m in found if name in m)
 
 
 def check(coroutine):
@@ -232,6 +254,20 @@ def test_failures_are_counted_by_reason_also_those_that_a_retry_made_good():
     check(main())
 
 
+def test_a_scheme_that_failed_is_counted_once_and_its_group_is_replaced():
+    async def main():
+        async with Running(Stream(20), max_failure_rate=1.0) as run:
+            ended = rollouts(Prompt(0, 0, 0, None, "x"), [GOOD])
+            result = GroupResult(ended, failure=InfraFailure("KeyError", "'x' at scheme.py:7"))
+            run.runners.ends.pop(0).set_result((result, "nothing"))
+            await settle()
+            assert run.discarded == {"KeyError": 1} and run.count("faults/KeyError") == 1
+            assert run.producer.failures.recent == deque([None, "KeyError"])  # one rollout had ended
+            assert [prompt.position for prompt in run.producer.lost] == [0]
+
+    check(main())
+
+
 def test_a_policy_failure_is_a_result_like_any_other():
     async def main():
         async with Running(Stream(2), max_failure_rate=0.0) as run:
@@ -296,6 +332,139 @@ def test_unusable_rows_and_prompts_are_skipped_and_counted():
             assert run.count("faults/discarded_groups") == 3
             details = {f["detail"] for kind, f in run.events if kind == "group_discarded"}
             assert details == {"whose `input` is empty", "prompt of 900 tokens leaves no room"}
+
+    check(main())
+
+
+def test_every_group_that_is_replaced_has_a_reason_an_event_and_a_count():
+    async def main():
+        stream = Stream(20, unusable=frozenset({0}))
+        group_filter = GroupFilter(0.0, 1.0)
+        more = {"mask_truncated": True, "group_filter": group_filter, "max_failure_rate": 1.0}
+        async with Running(stream, queue=3, vllm_generate_batch_size=8, **more) as run:
+            assert run.runners.started == [1, 2, 3, 4, 5, 6, 7, 8]
+            mixed = (GOOD, Scored(0.0, 0.0))
+            await run.runners.end(1, outcomes=(GOOD, GOOD))  # both solve it
+            await run.runners.end(2, outcomes=mixed, cuts=["length"])
+            await run.runners.end(3, outcomes=(GOOD, InfraFailure("timeout")))
+            await run.runners.unusable(4, "prompt of 900 tokens leaves no room")
+            await run.runners.replace(5, "stale_task")
+            await run.runners.end(6, outcomes=mixed, cuts=["turns", "agent"])  # no length limit: it is kept
+            assert run.runners.started == [*range(1, 14)]  # a replacement for each of five groups
+            assert run.discarded == {
+                "unusable_row": 1,
+                "filtered": 1,
+                "too_few_left": 1,
+                "timeout": 1,
+                "prompt_too_long": 1,
+                "stale_task": 1,
+            }
+            for reason, count in run.discarded.items():
+                assert run.count(f"rollout/replaced_{reason}_count") == count
+            assert run.count("faults/discarded_groups") == 3  # not what the policy or the agent decided
+            details = {fields["reason"]: fields["detail"] for kind, fields in run.events if kind == "group_discarded"}
+            assert details["filtered"] == "mean score 1" and details["stale_task"] == "why"
+            assert details["too_few_left"] == "a length limit cut 1 of 2 rollouts"
+            assert (run.count("rollout/judged_count"), run.count("rollout/all_pass")) == (2, 1)
+            assert [group.prompt.position for group in run.producer.finished_groups()] == [6]
+            assert run.producer.take_metrics() and run.producer.take_metrics() == []
+
+    check(main())
+
+
+def test_the_filter_sees_only_the_rollouts_that_no_length_limit_cut():
+    async def main():
+        outcomes = (Scored(0.0, 0.0), GOOD, GOOD)  # a mean of 2/3, or of 1 without the cut one
+        for mask_truncated, kept in ((False, [0, 1]), (True, [1])):
+            more = {"group_filter": GroupFilter(0.0, 1.0), "mask_truncated": mask_truncated, "n_samples_per_prompt": 3}
+            async with Running(Stream(20), **more) as run:
+                await run.runners.end(0, outcomes=outcomes, cuts=["length"])
+                await run.runners.end(1, outcomes=outcomes, cuts=["turns"])
+                assert [group.prompt.position for group in run.producer.finished_groups()] == kept
+
+    check(main())
+
+
+@pytest.mark.parametrize(("n", "cuts", "is_kept"), [(1, 0, True), (1, 1, False), (4, 2, True), (4, 3, False)])
+def test_a_group_needs_two_rollouts_that_are_left_or_one_if_it_has_no_more(n, cuts, is_kept):
+    async def main():
+        async with Running(Stream(20), mask_truncated=True, n_samples_per_prompt=n) as run:
+            await run.runners.end(0, outcomes=[GOOD] * n, cuts=["length"] * cuts)
+            assert bool(run.producer.finished_groups()) == is_kept
+            assert run.discarded == ({} if is_kept else {"too_few_left": 1})
+            groups = run.producer.finished_groups()
+            assert all(len(group.rollouts) == n for group in groups)  # the record is whole
+
+    check(main())
+
+
+class Endings:
+    """A `RunnerPool` whose groups end at once: the position says how."""
+
+    patience_s = 5.0
+
+    def __init__(self, kept=()):
+        self.kept = kept
+        self.ended = 0
+
+    async def run_group(self, task):
+        await asyncio.sleep(0)
+        self.ended += 1
+        score = 0.5 if task.prompt.position in self.kept else 0.0
+        return GroupResult(rollouts(task.prompt, [Scored(score, score)] * 2)), None
+
+
+def test_a_run_that_only_replaces_groups_warns_and_then_stops(capsys):
+    async def main():
+        runners = Endings()
+        async with Running(Stream(1000), runners, queue=0, group_filter=GroupFilter(0.0, 1.0)) as run:
+            with pytest.raises(NoProgressError) as error:
+                await run.batch()
+        # 200 is more than 4 times the 2 groups that may be open. The other open group had ended before anybody looked.
+        assert LEAST_LIMIT <= runners.ended <= LEAST_LIMIT + 1
+        assert str(error.value) == (
+            "200 groups were replaced for the reason `filtered` since one was last kept for training, so nothing is "
+            "learned. The last one: mean score 0. Use prompts of which the model solves some but not all, or widen "
+            "--algo.dynamic_filtering_range. The run stops; resume with --ckpt.load_enable when that is fixed."
+        )
+        warned = capsys.readouterr().err.splitlines()
+        assert len(warned) == 1 and warned[0].startswith("100 groups were replaced") and "At 200 the run" in warned[0]
+
+    check(main())
+
+
+def test_the_limit_grows_with_the_groups_that_may_be_open_and_a_kept_group_starts_the_count_anew():
+    async def main():
+        # 4 times (1 + 1) * 30 open groups are 240. Group 230 is kept: its neighbours may end before it.
+        runners = Endings(kept={230})
+        async with Running(Stream(1000), runners, batch_size=30, queue=1, group_filter=GroupFilter(0.0, 1.0)) as run:
+            with pytest.raises(NoProgressError, match="240 groups were replaced"):
+                await run.batch()
+            assert 470 <= runners.ended <= 471 + 60
+
+    check(main())
+
+
+def test_rows_that_cannot_be_used_stop_a_run_too():
+    async def main():
+        async with Running(Stream(1000, unusable=frozenset(range(2, 1000))), vllm_generate_batch_size=4) as run:
+            with pytest.raises(NoProgressError, match=r"200 groups .* the reason `unusable_row` .*data.input_key"):
+                await run.batch()
+            assert run.producer.ledger()["in_flight"] == [0, 1]
+
+    check(main())
+
+
+def test_lost_prompts_of_a_run_that_makes_no_progress_are_in_its_ledger():
+    async def main():
+        async with Running(Stream(300), max_failure_rate=1.0, queue=0, batch_size=1) as run:
+            for position in range(LEAST_LIMIT):
+                await run.runners.end(position, outcomes=(GOOD, InfraFailure("KeyError", "'x' at grader.py:3")))
+            with pytest.raises(
+                NoProgressError, match=r"`KeyError`.*The last one: 'x' at grader.py:3. Fix what the detail"
+            ):
+                await run.batch()
+            assert run.producer.ledger()["in_flight"] == [*range(LEAST_LIMIT)]
 
     check(main())
 

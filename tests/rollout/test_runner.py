@@ -5,6 +5,7 @@ What is faked is the seam to the engine actors, `engine.generate.remote(...)`.
 
 import asyncio
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,22 +20,27 @@ from molt.rollout.agent_host import AgentHost, RunnerSettings, longest_s
 from molt.rollout.engine_pool import MAX_ATTEMPTS, EnginePool
 from molt.rollout.engine_worker import Sampling
 from molt.rollout.group_task import GroupTask
-from molt.rollout.model_calls import seed_of
+from molt.rollout.model_calls import RolloutKey, seed_of
 from molt.rollout.runner_pool import RunnerPool
 from molt.rollout.watchdog import RolloutState
-from molt.types import InfraFailure, PolicyFailure, Prompt, Scored
+from molt.types import InfraFailure, PolicyFailure, Prompt, ReplaceGroup, Scored
 from tests.streams import turn_from
 from tests.tiny import END_ID
 
 AGENT = """
 import asyncio
-from molt.agents import Env, PolicyFailure, Result, StepEnvRunner
+from molt.agents import Env, PolicyFailure, ReplaceGroup, Result, StepEnvRunner
 from molt.types import InfraFailure
 
 
 class Flaky(InfraFailure):
     def __init__(self):
         super().__init__("sandbox", "no answer from the sandbox")
+
+
+class Stale(ReplaceGroup):
+    def __init__(self):
+        super().__init__("stale_task", "its image is gone")
 
 
 class Faulty(Env):
@@ -75,6 +81,8 @@ class Faulty(Env):
             return Result(float("nan"))
         if what == "reject":
             raise PolicyFailure(-1.0, "rejected")
+        if what == "another prompt":
+            raise Stale()
         if what == "two turns" and state["turn"] == 0:
             return Result(0.0, "more", terminated=False)
         return Result(1.0, info={"turn": state["turn"]})
@@ -191,6 +199,24 @@ def test_a_failed_attempt_is_made_again_and_remembered(host):
     assert all(len(segments) == 1 for segments in samples)
 
 
+def test_a_retry_samples_anew_and_a_group_that_starts_again_does_not(host):
+    """Three attempts at one rollout, then the same group on another runner, as after a dead one or a resume."""
+
+    def seeds():
+        engine = FakeEngine()
+        run_group(host(engine), "always", n=1)
+        return [sampling.seed for _, sampling in engine.calls]
+
+    first = seeds()
+    assert len(set(first)) == len(first) == 3
+    assert seeds() == first
+    key = RolloutKey(train_seed=1, epoch=0, position=0, index=0)
+    assert first == [replace(key, attempt=attempt).call_seed(0) for attempt in range(3)]
+    engine = FakeEngine()
+    run_group(host(engine), n=1)
+    assert [sampling.seed for _, sampling in engine.calls] == first[:1]
+
+
 @pytest.mark.parametrize(
     ("what", "reason", "detail"),
     [
@@ -199,7 +225,7 @@ def test_a_failed_attempt_is_made_again_and_remembered(host):
         ("nan", "reward_not_finite", "reward nan"),
         ("hang", "timeout", "no end within rollout.timeout_s (=0.05)"),
         ("hang with a limit of its own", "TimeoutError", "agent.py:"),
-        ("awaits what it cancelled", "CancelledError", "agent.py:41"),
+        ("awaits what it cancelled", "CancelledError", "agent.py:46"),
     ],
 )
 def test_a_rollout_that_fails_for_good_has_no_reward_and_no_samples(host, what, reason, detail):
@@ -278,13 +304,22 @@ def test_a_policy_failure_is_not_made_again(host):
     assert len(engine.calls) == 1 and len(samples[0]) == 1
 
 
+def test_an_agent_that_wants_another_prompt_is_not_asked_again(host):
+    engine = FakeEngine()
+    result, samples = run_group(host(engine), "another prompt", n=3)
+    # Of the plain class: the driver cannot unpickle one that the user's file defines.
+    assert type(result.replaced) is ReplaceGroup
+    assert (result.replaced.reason, result.replaced.detail) == ("stale_task", "its image is gone")
+    assert result.rollouts == [] and samples == [] and len(engine.calls) == 3
+
+
 def test_a_prompt_without_room_for_an_answer_is_unusable(host):
     engine = FakeEngine()
     result, samples = run_group(host(engine), text="x" * 64)
     assert result.unusable == "prompt of 64 tokens leaves no room in data.max_len (=64)"
     assert result.rollouts == [] and samples == [] and not engine.calls
     result, _ = run_group(host(engine), text="x" * 63)
-    assert result.unusable is None and all(r.truncated for r in result.rollouts)  # one token fits
+    assert result.unusable is None and all(r.cut == "length" for r in result.rollouts)  # one token fits
 
 
 def test_a_prompt_that_the_template_rejects_is_unusable(host):

@@ -30,7 +30,7 @@ def ragged():
     rewards = [[1.0, 0.0], [2.0, -1.0]]
     groups = [
         [
-            RolloutInfo(str(g), r, Scored(rewards[g][r], rewards[g][r]), False, 1, tuple(map(describe, segments)))
+            RolloutInfo(str(g), r, Scored(rewards[g][r], rewards[g][r]), None, 1, tuple(map(describe, segments)))
             for r, segments in enumerate(rollouts)
         ]
         for g, rollouts in samples.items()

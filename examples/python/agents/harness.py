@@ -51,7 +51,8 @@ class FileTask(ChatAgent):
             found = answer.read_text(errors="replace").strip() if answer.is_file() else ""
         if done.returncode and not done.timed_out and not ctx.session.tree.nodes:
             raise RuntimeError(f"it asked the model nothing and ended with {done.returncode}: {done.stderr[-500:]}")
-        return Result(reward=float(found == str(ctx.label)), truncated=done.timed_out, info={"exit": done.returncode})
+        truncated = "time" if done.timed_out else False
+        return Result(reward=float(found == str(ctx.label)), truncated=truncated, info={"exit": done.returncode})
 
 
 class AgentRunner(ChatAgentRunner):
