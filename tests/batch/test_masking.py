@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from molt.algo.advantage import ADVANTAGES
 from molt.algo.reduce import AGGREGATIONS
+from molt.algorithm import reward_shaping
 from molt.batch.masking import fewest_left, participation, takes_part
 from molt.batch.plan import Place, advantages, plan_batch, shaped_rewards
 from molt.config import RewardConfig
@@ -35,7 +36,7 @@ def test_how_many_must_be_left(n, fewest):
 
 
 def plan(groups, reward, estimator, aggregation, groups_per_step):
-    rewards = shaped_rewards(groups, reward, MAX_LEN)
+    rewards = shaped_rewards(groups, reward_shaping(reward, MAX_LEN))
     taking_part = participation(groups, reward)
     return plan_batch(
         groups,
@@ -98,7 +99,7 @@ def test_by_hand():
         (0, 0, 0): (1.0, 1 / 6, 1 / 2),
         (0, 1, 0): (-1.0, 1 / 6, 1 / 2),
     }
-    rewards = shaped_rewards(groups, MASK, MAX_LEN)
+    rewards = shaped_rewards(groups, reward_shaping(MASK, MAX_LEN))
     found = advantages(groups, rewards, ADVANTAGES["rloo"], participation(groups, MASK))
     assert found == [[1.0, -1.0, None], [None]]
     all_masked = [[rollout(1.0, "length", [(4, 2)])]]

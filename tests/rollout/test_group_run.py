@@ -16,13 +16,13 @@ from molt.rollout.group_run import GroupRun, PlayedRollout
 from molt.rollout.group_task import GroupTask, group_task
 from molt.rollout.model_calls import RolloutKey
 from molt.types import InfraFailure, PolicyFailure, Prompt, ReplaceGroup, RolloutInfo, Scored
+from tests.streams import turn_from
 from tests.tiny import END_ID, char_tokenizer
 
 DRAFT_REVISE = "examples/python/schemes/draft_revise.py"
 LETTERS = "abcdefgh"
 AGENT = """
 from molt.agents import Env, Result, StepEnvRunner
-from tests.streams import turn_from
 
 
 class Letter(Env):

@@ -15,7 +15,7 @@ from molt.config import AdvantageConfig, KlConfig, RewardConfig
 from molt.rollout.samples import describe
 from molt.train.policy import Policy
 from molt.types import RolloutInfo, Scored
-from tests.train.ranks import whole
+from tests.train.ranks import alone, whole
 from tests.train.test_objective import inferred_of
 from tests.train.test_policy import make_samples, settings
 
@@ -72,7 +72,7 @@ def gradient(policy, samples, groups, inferred, aggregation, reward):
         found.update({name: whole(p.grad).clone() for name, p in policy.model.named_parameters()})
 
     handle = policy.optimizer.register_step_pre_hook(keep_gradients)
-    policy.prepare(plan, samples, inferred, 6, policy.settings.algo.kl_coef)
+    policy.prepare(plan, samples, inferred, 6, policy.algorithm.kl_coef)
     policy.train()
     handle.remove()
     return found
@@ -82,7 +82,7 @@ def gradient(policy, samples, groups, inferred, aggregation, reward):
 def test_the_gradient_is_that_of_the_batch_without_masked_rollouts(tiny, estimator):
     """For every aggregation; at a learning rate of 0 one model serves all."""
     kl = KlConfig(init_coef=0.3) if ADVANTAGES[estimator].level == "token" else KlConfig()
-    policy = Policy(settings(tiny, advantage=AdvantageConfig(estimator), kl=kl, lr=0.0), 0, 1, "", 0, 0)
+    policy = Policy(settings(tiny, advantage=AdvantageConfig(estimator), kl=kl, lr=0.0), alone())
     samples, groups = batch()
     inferred = inferred_of(samples, ("ref_logprobs", "values"))
     fewer, infos, moved = without_masked(samples, groups, inferred)
