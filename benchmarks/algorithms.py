@@ -79,7 +79,7 @@ class LastingEngine(VllmEngine):
     """An engine that several runs start and connect to, one after the other."""
 
     async def start(self) -> None:
-        if not hasattr(self, "llm"):
+        if self.llm is None:
             await super().start()
 
     async def init_weight_transfer_engine(self, info: dict) -> None:
