@@ -92,6 +92,7 @@ class Mesh:
         for place in range(shape.peers):
             groups.append(list(range(place, shape.world_size, shape.peers)))
         group, _ = dist.new_subgroups_by_enumeration(groups)
+        assert isinstance(group, dist.ProcessGroup), "every rank is in one of them"
         return group
 
     @property

@@ -186,7 +186,7 @@ def test_a_resumed_run_decides_the_same(policy, tiny, tmp_path):
     (good,) = of_policy.make_plan(samples, (((0, 1, 2, 3),),))
     normal_steps(policy, [good], samples, FEWEST)
     norms, path = list(policy.breaker.norms), saved(policy, tmp_path)
-    resumed = make_policy(tiny)
+    resumed = make_policy(tiny, alone())
     resumed.breaker.add(7.0)  # what it knew is not of this lineage
     resumed.load(path)
     assert list(resumed.breaker.norms) == norms

@@ -136,7 +136,9 @@ def train(mesh, path):
     gradients = {}
 
     def keep_gradients(*_):
-        gradients.update({name: whole(p.grad) for name, p in policy.model.named_parameters()})
+        """Those of the first step: later ones are at weights that differ by the rounding of the first."""
+        if not gradients:
+            gradients.update({name: whole(p.grad) for name, p in policy.model.named_parameters()})
 
     hook = policy.optimizer.register_step_pre_hook(keep_gradients)
     prepared, returns = policy.prepare(plan, samples, inferred, 6, KL_COEF)
@@ -176,9 +178,9 @@ def saved(mesh, policy, directory):
 def with_a_fault(mesh, policy, plan, samples, inferred):
     """A batch in which the log-probs of the last rank alone are NaN. Metrics, evidence, whether no weight moved."""
     before = weights(policy.model)
+    policy.prepare(plan, samples, inferred, 6, KL_COEF)
     if mesh.rank == mesh.size - 1:
         policy.model.register_forward_hook(lambda model, inputs, found: (found[0] * math.nan, *found[1:]))
-    policy.prepare(plan, samples, inferred, 6, KL_COEF)
     metrics = policy.train()
     unmoved = all(torch.equal(before[name], now) for name, now in weights(policy.model).items())
     return metrics, policy.evidence(), unmoved
