@@ -205,10 +205,8 @@ def test_how_far_off_policy_a_token_may_be(bound, words):
 def test_an_unknown_estimator_or_loss_has_no_header():
     with pytest.raises(ConfigError, match=r"algo\.advantage\.estimator"):
         header(replace(PLAIN, algo=AlgoConfig(AdvantageConfig(estimator="grop"))), 3)
-<<<<<<< ours
     with pytest.raises(ConfigError, match=r"^`actor\.loss_mode` \(=gsop\) .* Use one of: ppo, gspo, cispo, gmpo\.$"):
         header(replace(PLAIN, actor=ActorConfig(loss_mode="gsop")), 3)
-=======
 
 
 def test_a_mask_and_a_scheme_are_named_where_they_are_on():
@@ -221,4 +219,3 @@ def test_a_mask_and_a_scheme_are_named_where_they_are_on():
         "  group = rollouts that no length limit cut; with too few of them it is replaced",
     ]
     assert not any("rollouts of a group" in line or "length limit" in line for line in plain)
->>>>>>> theirs
