@@ -95,6 +95,9 @@ VERSIONS = Column("versions", "int32", fill=NOT_GENERATED)
 LOGPROBS = Column("logprobs", "float32", fill=0.0)
 """Log-prob of token t under the distribution that it was sampled from."""
 
+TURN_REWARD = Column("turn_reward", "float32", fill=0.0)
+"""At the last token of a turn, what the environment gave for it. Only where a turn before the last earned something."""
+
 ALWAYS = (TOKEN_IDS, VERSIONS, LOGPROBS)
 """What every stream has; other columns may be missing, which means `fill` everywhere."""
 

@@ -352,6 +352,9 @@ class AdvantageConfig(Section, prefix="algo.advantage."):
     """Discount per generated token (reinforce, gae)."""
     lam: Annotated[float, fraction("the advantages after a token")] = 1.0
     """How far gae looks: 1 to the end of the segment, 0 to the next value."""
+    turn_rewards: bool = False
+    """Token estimators (reinforce, gae) credit each turn of an Env with its own reward, instead of all turns with
+    their sum. See docs/algorithms.md."""
     no_whiten: bool = False
     """Do not whiten the estimators that are whitened by default."""
     is_correction_level: Literal["off", "token", "seq", "geo"] = "token"

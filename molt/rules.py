@@ -647,6 +647,20 @@ def warn_reward_kl(c: RLConfig, algorithm: Algorithm) -> Message:
     )
 
 
+@algorithm_rule
+def turn_rewards_need_rewards_of_tokens(c: RLConfig, algorithm: Algorithm) -> Message:
+    row = algorithm.estimator
+    if not c.algo.advantage.turn_rewards or (row.level == "token" and "teacher" not in row.needs):
+        return None
+    by_token = [name for name in BY_TOKEN if "teacher" not in ADVANTAGES[name].needs]
+    return message(
+        c,
+        [RL.algo.advantage.turn_rewards, RL.algo.advantage.estimator],
+        "it gives a whole rollout one number, so a turn cannot have its own",
+        f"Use --algo.advantage.estimator {' or '.join(by_token)}, or drop --algo.advantage.turn_rewards",
+    )
+
+
 # The policy loss.
 
 

@@ -248,6 +248,14 @@ BROKEN = [
     ),
     (rules.one_loss, "rl", "--algo.loss gspo", ["(=gspo)"], "names no function of yours", "--algo.loss a.py:f"),
     (
+        rules.turn_rewards_need_rewards_of_tokens,
+        "rl",
+        "--algo.advantage.turn_rewards --algo.advantage.estimator grpo",
+        ["(=True)", "(=grpo)"],
+        "a turn cannot have its own",
+        "--algo.advantage.estimator reinforce",
+    ),
+    (
         rules.centering_is_the_loss,
         "rl",
         f"{CENTERING} 8 --actor.loss_mode gspo",

@@ -6,7 +6,7 @@ Ray or training.
 
 import inspect
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Protocol, TypedDict
 
@@ -14,6 +14,7 @@ from molt.agents.env import Env, Result
 from molt.chat.chat_renderer import ChatRenderer
 from molt.chat.render import Renderer
 from molt.chat.tree import Tree
+from molt.columns import TURN_REWARD
 from molt.errors import AgentError
 from molt.types import CutReason, InfraFailure, Json, Media, PolicyFailure, Prompt, Sample, Scored, Turn
 
@@ -80,8 +81,8 @@ class Episode:
     """None: the turns are one stream."""
     tree: Tree | None = None
     """Of a `ChatAgent`."""
-    _reward: float = 0.0
-    """Sum of the rewards so far."""
+    _rewards: list[float] = field(default_factory=list)
+    """Of the steps so far."""
     _score: float | None = None
     """The last score that a result had."""
 
@@ -92,15 +93,28 @@ class Episode:
 
     def add(self, result: Result) -> None:
         """Take in what one step earned: rewards add up, a score replaces the one before it."""
-        self._reward += float(result.reward)
+        self._rewards.append(float(result.reward))
         if result.score is not None:
             self._score = float(result.score)
 
-        score = self._reward if self._score is None else self._score
-        self.outcome = Scored(self._reward, score)
+        reward = sum(self._rewards)
+        score = reward if self._score is None else self._score
+        self.outcome = Scored(reward, score)
         for name, value in result.info.items():
             if isinstance(value, Real):
                 self.info[name] = float(value)
+
+    def with_turn_rewards(self) -> list[Turn]:
+        """The turns, each with what it earned at its last token, if one before the last earned anything."""
+        if not any(self._rewards[:-1]):
+            return self.turns
+        turns = list(self.turns)
+        for index, reward in enumerate(self._rewards):
+            sampled = turns[index].sampled
+            rewards = TURN_REWARD.filled(len(sampled))
+            rewards[-1:] = reward
+            turns[index] = replace(turns[index], sampled=sampled.with_column(TURN_REWARD, rewards))
+        return turns
 
 
 def checked(result: object, agent: object) -> Result:

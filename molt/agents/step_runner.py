@@ -52,6 +52,7 @@ class StepEnvRunner(Serving):
         finally:
             async with asyncio.timeout(CLOSE_S):  # it also runs when the rollout's deadline has passed
                 await env.close()
+        episode.turns = episode.with_turn_rewards()
         return episode
 
     @asynccontextmanager

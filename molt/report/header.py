@@ -89,6 +89,8 @@ def _advantage(config: RLConfig, algorithm: Algorithm) -> Definitions:
 
 def _token_reward(algorithm: Algorithm) -> str:
     last = "R at the last generated token of a segment"
+    if algorithm.algo.advantage.turn_rewards:
+        last = "a turn's reward at its last token, the rest of R at the last of a segment"
     if algorithm.kl_in_reward:
         return f"-beta KL_u, plus {last}"
     return f"{last}, else 0"

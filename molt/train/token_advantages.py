@@ -9,6 +9,7 @@ from molt.algo.advantage import whiten, whitening_sums
 from molt.algo.kl import kl_per_token
 from molt.algorithm import Algorithm
 from molt.batch.plan import Place, SampleTask
+from molt.columns import TURN_REWARD
 from molt.config import KlConfig
 from molt.parallel.mesh import Mesh
 from molt.parallel.shape import DATA_AXES
@@ -32,6 +33,12 @@ class AdvantageInputs:
     def mask(self, task: SampleTask) -> Tensor:
         """bool `[T]`, the trained tokens."""
         return torch.tensor(sample_of(self.samples, task).mask)
+
+    def turn_rewards(self, task: SampleTask) -> Tensor:
+        """float64 `[T]`, what each turn earned at its last token; 0 for tokens that are not trained."""
+        sample = sample_of(self.samples, task)
+        earned = torch.tensor(sample.columns.values(TURN_REWARD), dtype=torch.float64)
+        return earned * torch.tensor(sample.mask)
 
 
 @dataclass(frozen=True)
@@ -89,6 +96,9 @@ def _estimate(algorithm: Algorithm, inputs: AdvantageInputs, kl_coef: float) -> 
     kl_count = 0
     for task in inputs.tasks:
         mask = inputs.mask(task)
+        turn_rewards = torch.zeros(len(mask), dtype=torch.float64)
+        if settings.advantage.turn_rewards:
+            turn_rewards = inputs.turn_rewards(task)
         kl = torch.zeros(len(mask), dtype=torch.float64)
         if algorithm.kl_in_reward:
             kl = _kl(settings.kl, inputs, task) * mask
@@ -99,9 +109,9 @@ def _estimate(algorithm: Algorithm, inputs: AdvantageInputs, kl_coef: float) -> 
             values = torch.tensor(inputs.values[task.at], dtype=torch.float64)
 
         of_tokens = algorithm.estimator.fn(
-            task.reward,
+            task.reward - float(turn_rewards.sum()),  # what shaping changed stays at the end
             mask,
-            kl=kl_coef * kl,
+            kl=kl_coef * kl - turn_rewards,
             values=values,
             gamma=settings.advantage.gamma,
             lam=settings.advantage.lam,

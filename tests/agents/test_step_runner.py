@@ -9,6 +9,7 @@ import torch
 from molt.agents import Env, PolicyFailure, Result, StepEnvRunner
 from molt.agents.step_runner import EpisodeContext
 from molt.chat.render import Renderer
+from molt.columns import TURN_REWARD
 from molt.errors import AgentError
 from molt.types import InfraFailure, Prompt, ReplaceGroup, Scored, Turn
 from tests.streams import turn_from
@@ -108,6 +109,19 @@ def test_turn_two_sees_turn_one_plus_the_sampled_ids_plus_the_continuation():
     assert episode.turns[1].prompt_ids.tolist() == second
     assert episode.outcome == Scored(0.75, 0.75)  # 0.25 + 0.5
     assert len(episode.turns) == 2
+
+
+def test_what_a_turn_earned_stands_at_its_last_token():
+    results = [Result(reward=0.25, observation="more", terminated=False), Result(reward=0.5)]
+    episode = run(scripted(*results), Script("ab", "c"))
+    earned = [turn.sampled.values(TURN_REWARD).tolist() for turn in episode.turns]
+    assert earned == [[0, 0, 0.25], [0, 0.5]]  # each turn ends with the end token
+
+
+def test_an_episode_that_earns_at_its_end_alone_has_no_such_column():
+    results = [Result(reward=0.0, observation="more", terminated=False), Result(reward=0.5)]
+    episode = run(scripted(*results), Script("ab", "c"))
+    assert all(TURN_REWARD not in turn.sampled.arrays for turn in episode.turns)
 
 
 def test_a_turn_cut_by_length_is_closed_for_the_model():
