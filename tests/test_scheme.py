@@ -1,5 +1,7 @@
 """A run with a scheme: a dead runner and a resume start a group again, and it is the same group."""
 
+import re
+
 import pyarrow.parquet as pq
 import pytest
 
@@ -44,5 +46,6 @@ def test_a_group_that_starts_again_on_another_runner_or_after_a_resume_is_the_sa
     for row in rows:
         if row["rollout"] >= 2:  # rollout 2 revises the first draft, 3 the second
             draft = drafts[row["group_id"], row["rollout"] - 2]
-            answer = draft.rpartition("assistant\n")[2].partition("<|im_end|>")[0].strip()
+            sampled = draft.rpartition("assistant\n")[2]
+            answer = re.sub(r"<\|\w+\|>", "", sampled).strip()  # the scheme gets it without special tokens
             assert answer in row["text"] and "Look for mistakes in your answer" in row["text"]
