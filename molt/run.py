@@ -250,8 +250,7 @@ async def _publisher(spec: RunSpec, processes: Cluster, renderer: Renderer, on_e
         seed=config.train.seed,
         stop_token_ids=tuple(renderer.eos_ids),
     )
-    turns = await processes.engines.sample(_probe_prompts(spec, renderer), sampling)
-    probe = [[*turn.prompt_ids.tolist(), *turn.token_ids.tolist()] for turn in turns]
+    probe = await processes.engines.complete(_probe_prompts(spec, renderer), sampling)
     in_float32 = engine_settings(spec.processes).dtype == "float32"
     bound = config.train.parity_bound
     if bound is None:

@@ -62,6 +62,10 @@ class FakeEngine:
             finish_reason="stop" if ids[-1] in sampling.stop_token_ids else "length",
         )
 
+    async def complete(self, request_id: str, prompt_ids: list[int], sampling: Sampling) -> list[int]:
+        turn = await self.generate(request_id, prompt_ids, sampling)
+        return [*prompt_ids, *turn.token_ids.tolist()]
+
     async def logprobs(self, sequences: list[list[int]]) -> list[np.ndarray]:
         scored = []
         for ids in sequences:

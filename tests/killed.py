@@ -20,6 +20,7 @@ from molt.rollout.producer import Producer
 from molt.run import Run
 from molt.spec import resolve
 from molt.train.checkpoint import checkpoint_step
+from tests.runs import forbid_arrays
 
 MOMENTS: dict[str, tuple[object, str, Callable[[int], Callable[..., bool]]]] = {
     # The batch is trained, its version neither published nor recorded.
@@ -56,5 +57,6 @@ def engine_worker() -> Any:
 
 
 if __name__ == "__main__":
+    forbid_arrays()
     kill_at(sys.argv[1], int(sys.argv[2]))
     run_rl(resolve(parse(RLConfig, sys.argv[3:], prog="test")), engine_worker())

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from molt.cli.args import parse
+from molt.columns import TokenColumns
 from molt.config import RLConfig
 from molt.driver import drive, run_evaluation, run_rl
 from molt.spec import resolve, resolve_evaluation
@@ -80,7 +81,17 @@ def trained_groups(output: Path) -> list[str]:
     return found
 
 
+def forbid_arrays() -> None:
+    """From now on this process fails when it unpickles token columns: a driver awaits light records alone."""
+
+    def refuse(self: TokenColumns, state: object) -> None:
+        raise AssertionError("token columns were unpickled in the driver")
+
+    TokenColumns.__setstate__ = refuse  # pyright: ignore[reportAttributeAccessIssue]
+
+
 if __name__ == "__main__":
+    forbid_arrays()
     from molt.cli.eval import present
     from molt.cli.main import run_command
 

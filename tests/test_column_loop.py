@@ -2,21 +2,35 @@
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from molt.columns import TokenColumns, context
 from molt.train.checkpoint import latest_checkpoint
 from tests.column_agent import SURPRISE, ColumnEngineWorker
-from tests.runs import flags, run, settings, write_prompts
+from tests.runs import flags, forbid_arrays, run, settings, trained_groups, write_prompts
 
 pytestmark = pytest.mark.ray
 ROOT = Path(__file__).parent.parent
+
+
+@contextmanager
+def no_arrays() -> Iterator[None]:
+    """This process, which is the driver here, may not unpickle token columns."""
+    forbid_arrays()
+    try:
+        yield
+    finally:
+        del TokenColumns.__setstate__
 
 
 def stored(output: Path) -> dict[str, list[dict]]:
@@ -57,7 +71,8 @@ def test_it_survives_a_kill_and_arrives_in_the_stored_rollouts(ray_session, mode
         tokens = file["token_ids"]
     assert buffered.shape == (len(tokens), 2) and buffered.dtype == np.float64
 
-    run(settings(model_dir, output, prompts, *more, "--ckpt.load_enable"), ColumnEngineWorker)
+    with no_arrays():
+        run(settings(model_dir, output, prompts, *more, "--ckpt.load_enable"), ColumnEngineWorker)
     groups = stored(output)
     assert len(groups) == 24
     for rows in groups.values():
@@ -66,3 +81,22 @@ def test_it_survives_a_kill_and_arrives_in_the_stored_rollouts(ray_session, mode
     waited = [row for record in records for row in groups[f"{record['epoch']}:{record['position']}"]]
     assert [entry for row in waited for entry in row["surprise"]] == buffered.tolist()
     assert SURPRISE.name in pq.read_schema(next((output / "run" / "rollouts").iterdir())).names
+
+
+def test_the_driver_unpickles_no_array(ray_session, model_dir, tmp_path):
+    """Training, evaluation, saving, a dump and its replay; resuming and a lost node: above, and `test_nodes.py`."""
+    prompts, held_out = write_prompts(tmp_path / "p.jsonl", 12), write_prompts(tmp_path / "e.jsonl", 4)
+    dump = str(tmp_path / "dump")
+    more = ("--eval.dataset", held_out, "--eval.steps", "2", "--ckpt.save_steps", "2")
+    with no_arrays():
+        run(settings(model_dir, tmp_path / "out", prompts, *more, "--train.rollout_dump_dir", dump), ColumnEngineWorker)
+        run(settings(model_dir, tmp_path / "again", prompts, "--train.rollout_replay_dir", dump), ColumnEngineWorker)
+    assert sorted(trained_groups(tmp_path / "out")) == sorted(trained_groups(tmp_path / "again"))
+    assert len(trained_groups(tmp_path / "out")) == 12
+
+
+def test_the_spy_would_see_it():
+    columns = pickle.dumps(context([1, 2]))
+    with no_arrays(), pytest.raises(AssertionError, match="unpickled in the driver"):
+        pickle.loads(columns)
+    assert len(pickle.loads(columns)) == 2

@@ -23,7 +23,6 @@ from molt.errors import EngineError
 from molt.publish.proof import Receipt
 from molt.rollout.engine_worker import Sampling
 from molt.rollout.handles import ANSWER_S, DEAD, HEARTBEAT_S, Answer, EngineHandle, ignore_event, last_line
-from molt.types import Turn
 
 
 class EngineState(Enum):
@@ -130,10 +129,10 @@ class EngineGroup:
         """The probe's log-probs float32 `[T]` of every sequence, engine by engine."""
         return await self._answers([record.handle.logprobs.remote(sequences) for record in self._select(engines)])
 
-    async def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[Turn]:
-        """One turn per prompt from the first engine."""
-        generate = self._records[0].handle.generate
-        return await self._answers([generate.remote(f"sample-{i}", ids, sampling) for i, ids in enumerate(prompts)])
+    async def complete(self, prompts: list[list[int]], sampling: Sampling) -> list[list[int]]:
+        """The ids of each prompt and of one turn of the first engine."""
+        complete = self._records[0].handle.complete
+        return await self._answers([complete.remote(f"complete-{i}", ids, sampling) for i, ids in enumerate(prompts)])
 
     async def watch(self) -> None:
         """Restart every engine that is dead or silent, for ever.

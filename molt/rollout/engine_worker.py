@@ -80,6 +80,7 @@ class Engine(Protocol):
     async def generate(
         self, request_id: str, prompt_ids: list[int], sampling: Sampling, media: Sequence[Media] = ()
     ) -> Turn: ...
+    async def complete(self, request_id: str, prompt_ids: list[int], sampling: Sampling) -> list[int]: ...
     async def logprobs(self, sequences: list[list[int]]) -> list[np.ndarray]: ...
     async def init_weight_transfer_engine(self, info: dict[str, Any]) -> None: ...
     async def start_weight_update(self) -> None: ...
@@ -166,6 +167,11 @@ class VllmEngine:
             sampled=_sampled(output.token_ids, versions, output.logprobs, sampling.candidates),
             finish_reason=output.finish_reason,
         )
+
+    async def complete(self, request_id: str, prompt_ids: list[int], sampling: Sampling) -> list[int]:
+        """The ids of the prompt and of one turn: a sequence for the probe."""
+        turn = await self.generate(request_id, prompt_ids, sampling)
+        return [*prompt_ids, *turn.token_ids.tolist()]
 
     async def logprobs(self, sequences: list[list[int]]) -> list[np.ndarray]:
         """Log-probs float32 `[T]` of given tokens at temperature 1 (entry 0 is 0): the probe's engine side."""
