@@ -469,6 +469,63 @@ def test_lost_prompts_of_a_run_that_makes_no_progress_are_in_its_ledger():
     check(main())
 
 
+def test_a_group_whose_arrays_are_lost_starts_again_and_the_batch_is_taken_anew():
+    async def main():
+        async with Running(Stream(20)) as run:
+            await run.runners.end(0, 1)
+            groups = await run.batch()
+            assert [group.prompt.position for group in groups] == [0, 1]
+            run.producer.begin_again([groups[1]])
+            assert run.producer.ledger()["in_flight"] == [2, 3, 1]
+            await run.runners.end(2)
+            assert run.runners.started == [0, 1, 2, 3, 1]  # before new prompts, once a slot is free
+            again = await run.batch()
+            assert [group.prompt.position for group in again] == [0, 2]
+            await run.runners.end(1)
+            run.producer.close(again, 1)
+            await run.runners.end(3)
+            assert (await run.train()) == [1, 3]  # both started at step 0, so the order of the stream decides
+            assert ("group_lost", {"group": "0:1"}) in run.events
+
+    check(main())
+
+
+def test_a_group_of_the_last_batch_that_is_lost_starts_again_although_the_stream_has_ended():
+    async def main():
+        async with Running(Stream(2)) as run:
+            await run.runners.end(0, 1)
+            groups = await run.batch()
+            run.producer.begin_again(groups[:1])
+            await settle()
+            assert run.runners.started == [0, 1, 0] and not run.producer.ended
+            await run.runners.end(0)
+            assert sorted(await run.train()) == [0, 1]
+            assert await run.batch() == [] and run.producer.ended
+
+    check(main())
+
+
+def test_a_group_is_finished_when_its_second_copy_is_there():
+    copied = asyncio.Event()
+    asked = []
+
+    class Copies:
+        async def copy(self, group_id, samples, node):
+            asked.append((group_id, samples, node))
+            await copied.wait()
+
+    async def main():
+        async with Running(Stream(20)) as run:
+            run.producer.copies = Copies()
+            await run.runners.end(0)
+            assert asked == [("0:0", "samples of 0", "")] and not run.producer.finished_groups()
+            copied.set()
+            await settle()
+            assert [group.prompt.position for group in run.producer.finished_groups()] == [0]
+
+    check(main())
+
+
 def test_the_stream_ends_with_a_smaller_batch_and_then_none():
     async def main():
         async with Running(Stream(4, unusable=frozenset({3}))) as run:
