@@ -1,6 +1,6 @@
 """What a rollout costs the driver when 100, 1,000 and 10,000 of them run at once, against a simulated engine.
 
-    python benchmarks/scale_sim.py [--sizes 100 1000 10000]
+    python benchmarks/scale_sim.py [--sizes 100 1000 10000] [--tokens 16]
 
 Ray, producer, runner pool, runner and watchdog are the real ones, wired as `molt rl` wires them: one engine, one
 runner. The engine answers the same after a random delay, the agent is an `Env` of two turns that does nothing. There is
@@ -58,7 +58,10 @@ from molt.types import Media, Turn
 from tests.tiny import save_tiny
 
 TURNS = 2
-TOKENS = 8
+TOKENS = 16
+"""Generated tokens of a rollout, unless `--tokens` says otherwise. 16,000 are arrays of 200 KB."""
+ROOM = 496
+"""Tokens of a context besides those."""
 ROWS = 100
 SAMPLE_S = 0.2
 RATE = 150.0
@@ -92,7 +95,8 @@ class SimulatedEngine:
         self.mean_s = 0.0
         self.waiting = 0
         self.most = 0
-        self.sampled = token_columns(np.arange(10, 10 + TOKENS), np.zeros(TOKENS), np.full(TOKENS, -0.5))
+        tokens = (settings.max_model_len - ROOM) // TURNS
+        self.sampled = token_columns(np.arange(tokens) % 80 + 10, np.zeros(tokens), np.full(tokens, -0.5))
 
     async def start(self) -> None: ...
 
@@ -134,12 +138,12 @@ class Measured:
     """The most rollouts that waited for the engine at once."""
 
 
-def prepare(folder: Path) -> RLConfig:
+def prepare(folder: Path, tokens: int) -> RLConfig:
     (folder / "agent.py").write_text(AGENT)
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"input": f"say {i}"}) + "\n" for i in range(ROWS)))
     flags = {
         "actor.model_name_or_path": save_tiny(folder / "model"),
-        "data.max_len": 512,
+        "data.max_len": ROOM + tokens,
         "eval.dataset": folder / "prompts.jsonl",
         "train.agent_path": folder / "agent.py",
         "train.watchdog_s": 240,
@@ -276,9 +280,10 @@ def main() -> None:
     parser.add_argument(
         "--sizes", type=int, nargs="+", default=[100, 1_000, 10_000], help="two or more, multiples of 100"
     )
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="generated tokens of a rollout")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        config = prepare(Path(folder))
+        config = prepare(Path(folder), options.tokens)
         os.environ["RAY_ADDRESS"] = "local"  # `cpu_s` looks at this process and its children
         cluster.start_ray(config)
         try:
