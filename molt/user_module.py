@@ -1,10 +1,12 @@
-"""A Python file of the user's as a module, and the line of it that raised."""
+"""A Python file of the user's as a module, the line of it that raised, and the line where something is defined."""
 
 import importlib.util
+import inspect
 import sys
 import sysconfig
 import traceback
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -52,6 +54,27 @@ def raised_at(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return "an unknown line"
-    of_user = [frame for frame in frames if not frame.filename.startswith((*_NOT_THE_USERS, "<"))]
+    of_user = _frames_of_user(error)
     innermost = of_user[-1] if of_user else frames[-1]
     return f"{innermost.filename}:{innermost.lineno}"
+
+
+def is_raised_by_user(error: BaseException) -> bool:
+    """Whether a line of the user's led to the error."""
+    return bool(_frames_of_user(error))
+
+
+def _frames_of_user(error: BaseException) -> list[traceback.FrameSummary]:
+    frames = traceback.extract_tb(error.__traceback__)
+    return [frame for frame in frames if not frame.filename.startswith((*_NOT_THE_USERS, "<"))]
+
+
+def place_of(defined: Callable[..., object]) -> str:
+    """` (FILE:LINE)` where a function or a class is defined, or nothing where Python does not know it."""
+    source = inspect.unwrap(defined)
+    try:
+        file = inspect.getsourcefile(source)
+        _, line = inspect.getsourcelines(source)
+    except (TypeError, OSError):  # of C; made by a call; its file is gone
+        return ""
+    return f" ({file}:{line})"

@@ -14,14 +14,15 @@ from typing import Any
 import numpy as np
 
 from molt.agents.env import Result
-from molt.agents.episode import Episode, EpisodeContext, checked, outcome_of
+from molt.agents.episode import Episode, EpisodeContext, built, call, checked, outcome_of
 from molt.agents.harness import Finished, run_harness
 from molt.agents.serving import Serving, judge_of
 from molt.agents.step_runner import CLOSE_S
 from molt.chat.session import Session
 from molt.chat.tree import Node
-from molt.errors import AgentError
+from molt.errors import AgentError, did_you_mean
 from molt.types import InfraFailure, Json, Media, PolicyFailure, ReplaceGroup, Turn
+from molt.user_module import place_of
 
 API_KEY = "molt"
 MODEL = "policy"
@@ -99,7 +100,12 @@ class ChatAgent:
 
     async def run(self, ctx: ChatContext) -> Result:
         """Play the episode with any client, and return what it earned. Raise `PolicyFailure` for the model's doing."""
-        raise AgentError(f"{type(self).__name__} defines no `async def run(self, ctx)`: no reward can arise. Add it.")
+        agent = type(self)
+        near = did_you_mean("run", vars(agent))
+        raise AgentError(
+            f"{agent.__name__}{place_of(agent)} defines no `async def run(self, ctx)`: no reward can arise.{near} "
+            "Add it."
+        )
 
 
 class ChatAgentRunner(Serving):
@@ -147,8 +153,8 @@ class ChatAgentRunner(Serving):
 
     async def _play(self, ctx: ChatContext, session: Session, judge: Session, episode: Episode) -> None:
         """Run the agent until it ends or an engine fails, and set the outcome of the episode."""
-        agent = self.agent_class()
-        work = asyncio.create_task(agent.run(ctx))
+        agent = built(self.agent_class)
+        work = asyncio.create_task(call(agent, "run", ctx))
         failed = asyncio.create_task(session.failed.wait())
         try:
             await asyncio.wait({work, failed}, return_when=asyncio.FIRST_COMPLETED)

@@ -6,8 +6,9 @@ Gymnasium's words with Gymnasium's meaning. One instance serves one episode.
 import math
 from dataclasses import dataclass, field
 
-from molt.errors import AgentError
+from molt.errors import AgentError, did_you_mean
 from molt.types import CUT_REASONS, CutReason, Json
+from molt.user_module import place_of
 
 _SAMPLING_KEYS = {"max_new_tokens"}
 
@@ -18,9 +19,9 @@ class Result:
 
     reward: float
     """Added to the rewards of the episode so far. A non-finite reward is an infrastructure failure."""
-    observation: str | list[str] = ""
-    """The content of the next message; the framework renders the turn around it. Unused when the episode ends. After
-    tool calls it is the result of the one call, or a list with one for each."""
+    observation: str | list[str] | None = ""
+    """The content of the next message; the framework renders the turn around it. Unused when the episode ends, where
+    None will do. After tool calls it is the result of the one call, or a list with one for each."""
     terminated: bool = True
     """The task reached its end: an answer was given, a goal was reached."""
     truncated: bool | CutReason = False
@@ -40,11 +41,18 @@ class Result:
             return self.truncated
         return "agent" if self.truncated else None
 
+    @property
+    def ends(self) -> bool:
+        """Whether the episode ends with it."""
+        return self.terminated or bool(self.truncated)
+
     def __post_init__(self):
         _require_number("reward", self.reward)
         if self.score is not None:
             _require_number("score", self.score)
-        _require_text(self.observation)
+        is_left_out = self.observation is None and self.ends
+        if not is_left_out:
+            _require_text(self.observation)
         _require_cut_reason(self.truncated)
         if self.sampling_params is not None:
             _require_sampling(self.sampling_params)
@@ -114,8 +122,11 @@ class Env:
 
     async def step(self, state: Json) -> Result:
         """Judge `state["action"]`. Raise `PolicyFailure` when the model's own doing cannot be judged."""
+        env = type(self)
+        near = did_you_mean("step", vars(env))
         raise AgentError(
-            f"{type(self).__name__} defines no `async def step(self, state)`: no reward can arise. Add it."
+            f"{env.__name__}{place_of(env)} defines no `async def step(self, state)`: no reward can arise.{near} "
+            "Add it."
         )
 
     async def close(self) -> None:

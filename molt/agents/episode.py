@@ -6,9 +6,10 @@ Ray or training.
 
 import inspect
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import Protocol, TypedDict
+from typing import Any, Protocol, TypedDict, TypeVar
 
 from molt.agents.env import Env, Result
 from molt.chat.chat_renderer import ChatRenderer
@@ -17,8 +18,18 @@ from molt.chat.tree import Tree
 from molt.columns import TURN_REWARD
 from molt.errors import AgentError
 from molt.types import CutReason, InfraFailure, Json, Media, PolicyFailure, Prompt, Sample, Scored, Turn
+from molt.user_module import place_of
+
+Agent = TypeVar("Agent")
 
 NOTHING_EARNED = Scored(0.0, 0.0)
+METHODS = {
+    "reset": "reset(self, state)",
+    "step": "step(self, state)",
+    "close": "close(self)",
+    "run": "run(self, ctx)",
+}
+"""What molt calls of an agent."""
 
 
 class ChosenSampling(TypedDict, total=False):
@@ -117,6 +128,56 @@ class Episode:
         return turns
 
 
+def built(agent_class: Callable[[], Agent]) -> Agent:
+    """An agent for one episode. Raises `AgentError` if its constructor needs arguments."""
+    problem = _misfit(agent_class)
+    if problem is not None:
+        name = getattr(agent_class, "__name__", repr(agent_class))
+        raise AgentError(
+            f"{name}{place_of(agent_class)} cannot be built ({problem}): molt makes one for each episode, without "
+            "arguments. Give them defaults."
+        )
+    return agent_class()
+
+
+async def call(agent: object, method: str, *arguments: object) -> Any:
+    """What a method of an agent returns.
+
+    Raises `AgentError` if it does not take these arguments or is no coroutine; what it raises itself passes through.
+    """
+    function = getattr(agent, method)
+    fix = f"Write `async def {METHODS[method]}`."
+    problem = _misfit(function, *arguments)
+    if problem is not None:
+        raise AgentError(f"{described_method(agent, method)} cannot be called ({problem}): no episode could end. {fix}")
+    answer = function(*arguments)
+    if not inspect.isawaitable(answer):
+        raise AgentError(
+            f"{described_method(agent, method)} is no coroutine, it returned a {type(answer).__name__} at once: molt "
+            f"awaits it, so that other episodes go on meanwhile. {fix}"
+        )
+    return await answer
+
+
+def _misfit(function: Callable[..., object], *arguments: object) -> str | None:
+    """Why the function cannot be called with these arguments, or None."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a function of C has none
+        return None
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        return str(error)
+    return None
+
+
+def described_method(agent: object, method: str) -> str:
+    """`MyEnv.step (FILE:LINE)`."""
+    function = getattr(type(agent), method)
+    return f"{type(agent).__name__}.{method}{place_of(function)}"
+
+
 def checked(result: object, agent: object) -> Result:
     """What `Env.step` or `ChatAgent.run` returned.
 
@@ -124,8 +185,8 @@ def checked(result: object, agent: object) -> Result:
     """
     if not isinstance(result, Result):
         raise AgentError(
-            f"{type(agent).__name__}.{_method_name(agent)} returned a {type(result).__name__}: reward and end of the "
-            "episode are unknown. Return molt.agents.Result(reward=...)."
+            f"{described_method(agent, _method_name(agent))} returned a {type(result).__name__}: reward and end of "
+            "the episode are unknown. Return molt.agents.Result(reward=...)."
         )
     _require_finite(agent, "reward", result.reward)
     if result.score is not None:
@@ -141,21 +202,10 @@ def outcome_of(failure: PolicyFailure, agent: object) -> PolicyFailure:
 
 def _require_finite(agent: object, name: str, value: float) -> None:
     if not math.isfinite(value):
-        method = _method_name(agent)
-        raise InfraFailure(
-            "reward_not_finite",
-            f"{type(agent).__name__}.{method}{_source_line(agent, method)} returned {name} {value}",
-        )
+        method = described_method(agent, _method_name(agent))
+        raise InfraFailure("reward_not_finite", f"{method} returned {name} {value}")
 
 
 def _method_name(agent: object) -> str:
     """The method of an agent that returns a `Result`."""
     return "step" if isinstance(agent, Env) else "run"
-
-
-def _source_line(agent: object, method: str) -> str:
-    """` (FILE:LINE)` of a method in the user's file, or nothing where Python does not know it."""
-    function = inspect.unwrap(getattr(type(agent), method))
-    if not inspect.isfunction(function):
-        return ""
-    return f" ({function.__code__.co_filename}:{function.__code__.co_firstlineno})"

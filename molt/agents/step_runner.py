@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from molt.agents.env import Env, Result
-from molt.agents.episode import Episode, EpisodeContext, checked, outcome_of
+from molt.agents.episode import Episode, EpisodeContext, built, call, checked, described_method, outcome_of
 from molt.agents.serving import Serving, judge_of
 from molt.chat.chat_renderer import Parsed
 from molt.chat.protocol import ToolCall
@@ -39,7 +39,7 @@ class StepEnvRunner(Serving):
 
     async def run(self, context: EpisodeContext) -> Episode:
         """One episode. Raises `InfraFailure` for a non-finite reward; anything the env raises passes through."""
-        env = self.env_class()
+        env = built(self.env_class)
         episode = Episode()
         try:
             if self.judge:
@@ -51,7 +51,7 @@ class StepEnvRunner(Serving):
             episode.outcome = outcome_of(failure, env)
         finally:
             async with asyncio.timeout(CLOSE_S):  # it also runs when the rollout's deadline has passed
-                await env.close()
+                await call(env, "close")
         episode.turns = episode.with_turn_rewards()
         return episode
 
@@ -98,38 +98,37 @@ class StepEnvRunner(Serving):
             episode.turns.append(turn)
             episode.cut = "length" if turn.finish_reason == "length" else None  # also if `step` raises PolicyFailure
 
-            result = checked(await env.step(state), env)
+            result = checked(await call(env, "step", state), env)
             episode.add(result)
             last_turn = len(episode.turns) == context.max_turns
-            if result.terminated or result.truncated or last_turn:
+            if result.ends or last_turn:
                 episode.cut = _cut_at_the_end(episode.cut, result)
                 return
 
             turn_limit = (result.sampling_params or {}).get("max_new_tokens")
             if calls:
-                ids = _with_tool_results([*ids, *sampled], turn, calls, result, context)
+                ids = _with_tool_results(env, [*ids, *sampled], turn, calls, result, context)
             else:
-                ids = _with_message([*ids, *sampled], turn, result, context)
+                ids = _with_message(env, [*ids, *sampled], turn, result, context)
 
     async def _reset(self, env: Env, context: EpisodeContext, judge: dict[str, str]) -> Json:
         """The state that the episode starts from."""
         prompt = context.prompt
         first_prompt = prompt.text if prompt.messages is None else prompt.messages
-        state = await env.reset(
-            {
-                # Copies: the other rollouts of the group start from the same prompt.
-                "prompt": copy.deepcopy(first_prompt),
-                "label": copy.deepcopy(prompt.label),
-                "data_source": prompt.data_source,
-                "seed": context.seed,
-                "given": copy.deepcopy(context.given),
-                **judge,
-            }
-        )
+        first_state = {
+            # Copies: the other rollouts of the group start from the same prompt.
+            "prompt": copy.deepcopy(first_prompt),
+            "label": copy.deepcopy(prompt.label),
+            "data_source": prompt.data_source,
+            "seed": context.seed,
+            "given": copy.deepcopy(context.given),
+            **judge,
+        }
+        state = await call(env, "reset", first_state)
         if not isinstance(state, dict) or "prompt" not in state:
             raise AgentError(
-                f"{type(env).__name__}.reset returned {type(state).__name__} without a `prompt`: there is nothing to "
-                "show the model. Return the state it was given."
+                f"{described_method(env, 'reset')} returned {type(state).__name__} without a `prompt`: there is "
+                "nothing to show the model. Return the state it was given."
             )
         return state
 
@@ -149,8 +148,8 @@ def _first_ids(env: Env, context: EpisodeContext, prompt: object) -> list[int]:
 
 def _wrong_prompt(env: Env, prompt: object, expected: str) -> AgentError:
     return AgentError(
-        f"{type(env).__name__}.reset left a {type(prompt).__name__} as `prompt`: the model cannot be shown it. Leave a "
-        f"{expected}, as it was given (data.apply_chat_template says which)."
+        f"{described_method(env, 'reset')} left a {type(prompt).__name__} as `prompt`: the model cannot be shown it. "
+        f"Leave a {expected}, as it was given (data.apply_chat_template says which)."
     )
 
 
@@ -179,28 +178,30 @@ def _read_tool_calls(context: EpisodeContext, turn: Turn, state: Json) -> list[T
     return parsed.tool_calls
 
 
-def _with_message(ids: list[int], turn: Turn, result: Result, context: EpisodeContext) -> list[int]:
+def _with_message(env: Env, ids: list[int], turn: Turn, result: Result, context: EpisodeContext) -> list[int]:
     """The ids so far, and those of the observation as the next message."""
     observation = result.observation
+    assert observation is not None, "a result that does not end the episode has one"
     if not isinstance(observation, str):
         raise AgentError(
-            f"`Result.observation` is a list of {len(observation)}, but the model called no tool: there is one "
-            "message. Return a string."
+            f"`Result.observation` of {described_method(env, 'step')} is a list of {len(observation)}, but the model "
+            "called no tool: there is one message. Return a string."
         )
     return [*ids, *context.renderer.continuation_ids(turn.token_ids.tolist(), observation)]
 
 
 def _with_tool_results(
-    ids: list[int], turn: Turn, calls: list[ToolCall], result: Result, context: EpisodeContext
+    env: Env, ids: list[int], turn: Turn, calls: list[ToolCall], result: Result, context: EpisodeContext
 ) -> list[int]:
     """The ids so far, and those of the observation as the results of the turn's tool calls."""
     texts = result.observation
+    assert texts is not None, "a result that does not end the episode has one"
     if isinstance(texts, str):
         texts = [texts]
     if len(texts) != len(calls):
         raise AgentError(
-            f"`Result.observation` has {len(texts)} results for {len(calls)} tool calls: the model would miss some. "
-            "Return a list with one for each of `state['tool_calls']`."
+            f"`Result.observation` of {described_method(env, 'step')} has {len(texts)} results for {len(calls)} tool "
+            "calls: the model would miss some. Return a list with one for each of `state['tool_calls']`."
         )
     messages = [
         {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}

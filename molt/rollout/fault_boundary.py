@@ -2,8 +2,9 @@
 
 import asyncio
 
+from molt.errors import MoltError
 from molt.types import InfraFailure, ReplaceGroup
-from molt.user_module import raised_at
+from molt.user_module import is_raised_by_user, raised_at
 
 
 def task_is_cancelled() -> bool:
@@ -28,8 +29,10 @@ def plain_replacement(replaced: ReplaceGroup) -> ReplaceGroup:
 
 
 def _detail(error: BaseException) -> str:
-    place = f"at {raised_at(error)}"
     text = str(error)
+    if isinstance(error, MoltError) and not is_raised_by_user(error):
+        return text  # it names what is wrong; the line of molt that found it would mislead
+    place = f"at {raised_at(error)}"
     if not text:
         return place
     return f"{text} {place}"

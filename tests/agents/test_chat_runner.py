@@ -52,13 +52,19 @@ def play(run, model, *, within_s=20.0, tools=None, **limits):
         async def run(self, ctx):
             return await run(ctx)
 
+    return play_agent(Agent, model, within_s=within_s, tools=tools, **limits)
+
+
+def play_agent(agent_class, model, *, within_s=20.0, tools=None, **limits):
+    """One episode of an agent."""
+
     async def episode():
         prompt = Prompt(0, 0, 0, messages=SAY, text=None, label="label", data_source="source", tools=tools)
         context = EpisodeContext(
             prompt, model, None, 7, limits.pop("max_len", 500), **limits,
             chat=ChatRenderer(TOKENIZER, [END_ID]), call_freely=model.freely,
         )  # fmt: skip
-        runner = ChatAgentRunner(Agent)
+        runner = ChatAgentRunner(agent_class)
         async with asyncio.timeout(within_s):
             try:
                 return await runner.run(context)
@@ -321,7 +327,7 @@ def test_an_engine_failure_ends_the_episode_at_once_whatever_the_client_does():
 @pytest.mark.parametrize(
     ("returned", "error", "said"),
     [
-        (1.0, AgentError, "Agent.run returned a float"),
+        (1.0, AgentError, r"Agent.run \(.*test_chat_runner.py:\d+\) returned a float"),
         (Result(reward=float("nan")), InfraFailure, "returned reward nan"),
     ],
 )
@@ -333,9 +339,29 @@ def test_a_result_that_is_none_is_told(returned, error, said):
         play(run, Model())
 
 
-def test_a_chat_agent_without_run_is_told():
-    with pytest.raises(AgentError, match="defines no `async def run"):
-        asyncio.run(ChatAgent().run(None))
+class Misspelt(ChatAgent):
+    async def runn(self, ctx):
+        return Result(1.0)
+
+
+class WithoutAsync(ChatAgent):
+    def run(self, ctx):
+        return Result(1.0)
+
+
+@pytest.mark.parametrize(
+    ("agent", "said"),
+    [
+        (Misspelt, r"Misspelt \(.*test_chat_runner.py:\d+\) defines no `async def run.*Did you mean 'runn'\?"),
+        (
+            WithoutAsync,
+            r"WithoutAsync.run \(.*test_chat_runner.py:\d+\) is no coroutine.*Write `async def run\(self, c",
+        ),
+    ],
+)
+def test_a_chat_agent_without_run_is_told(agent, said):
+    with pytest.raises(AgentError, match=said):
+        play_agent(agent, Model())
 
 
 HARNESS = """

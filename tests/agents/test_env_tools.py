@@ -77,7 +77,7 @@ def test_a_call_that_cannot_be_read_is_the_models_doing_and_goes_on_as_a_message
 @pytest.mark.parametrize(
     ("answer", "observation", "said"),
     [
-        (CALL % 2, ["3", "4"], "has 2 results for 1 tool calls"),
+        (CALL % 2, ["3", "4"], r"step.* has 2 results for 1 tool calls"),
         (CALL % 2 + CALL % 3, "3", "has 1 results for 2 tool calls"),
         ("none", ["3"], "a list of 1, but the model called no tool"),
     ],

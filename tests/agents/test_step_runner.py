@@ -1,6 +1,7 @@
 """Episodes of an `Env` against a scripted model: which ids it sees, its budgets, and how episodes end."""
 
 import asyncio
+import inspect
 
 import numpy as np
 import pytest
@@ -323,11 +324,77 @@ def test_reset_that_returns_nonsense(left, message):
     assert Lost.closed == 1
 
 
+class Misspelt(Env):
+    async def stepp(self, state):
+        return Result(1.0)
+
+
+class WithoutAsync(Env):
+    def step(self, state):
+        return Result(1.0)
+
+
+class WithoutState(Env):
+    async def step(self):
+        return Result(1.0)
+
+
+class ResetWithoutAsync(Env):
+    def reset(self, state):
+        return state
+
+
+class CloseWithoutAsync(Scripted):
+    results = [Result(1.0)]
+
+    def close(self):
+        pass
+
+
+class NeedsArguments(Env):
+    def __init__(self, grader):
+        self.grader = grader
+
+
 def test_step_must_return_a_result_and_must_exist():
-    with pytest.raises(AgentError, match=r"step returned a float.*Return molt.agents.Result"):
+    with pytest.raises(AgentError, match=r"step \(.*test_step_runner.py:\d+\) returned a float.*Return molt.agents.Re"):
         run(scripted(1.0), Script("a"))
-    with pytest.raises(AgentError, match=r"Forgot defines no `async def step.*Add it"):
+    with pytest.raises(AgentError, match=r"Forgot.* defines no `async def step.*no reward can arise. Add it"):
         run(type("Forgot", (Env,), {}), Script("a"))
+
+
+def first_line(defined) -> str:
+    """`FILE:LINE` of a class or function in this file."""
+    return f"{__file__}:{inspect.getsourcelines(defined)[1]}"
+
+
+@pytest.mark.parametrize(
+    ("env", "place", "said", "fix"),
+    [
+        (Misspelt, Misspelt, "defines no `async def step", "Did you mean 'stepp'?"),
+        (WithoutAsync, WithoutAsync.step, "WithoutAsync.step", "Write `async def step(self, state)`"),
+        (WithoutState, WithoutState.step, "cannot be called (too many", "Write `async def step(self, state)`"),
+        (ResetWithoutAsync, ResetWithoutAsync.reset, "returned a dict at once", "Write `async def reset(self, state)`"),
+        (CloseWithoutAsync, CloseWithoutAsync.close, "is no coroutine", "Write `async def close(self)`"),
+        (NeedsArguments, NeedsArguments, "missing a required argument: 'grader'", "Give them defaults"),
+    ],
+)
+def test_a_wrong_contract_names_the_line_of_the_user_and_the_fix(env, place, said, fix):
+    with pytest.raises(AgentError) as raised:
+        run(env, Script("a"))
+    message = str(raised.value)
+    assert f"({first_line(place)})" in message and said in message and fix in message
+
+
+def test_what_a_step_raises_itself_passes_through():
+    """A TypeError of the user's code is not one of the contract."""
+
+    class Adds(Env):
+        async def step(self, state):
+            return Result(1 + state["action"])
+
+    with pytest.raises(TypeError, match="unsupported operand"):
+        run(Adds, Script("a"))
 
 
 @pytest.mark.parametrize(
@@ -346,6 +413,18 @@ def test_step_must_return_a_result_and_must_exist():
 def test_a_result_says_what_is_wrong_with_it(arguments, message):
     with pytest.raises(AgentError, match=message):
         Result(**arguments)
+
+
+@pytest.mark.parametrize("end", [{}, {"truncated": True}, {"terminated": False, "truncated": "time"}])
+def test_no_observation_is_needed_when_the_episode_ends(end):
+    going_on = Result(0.25, observation="more", terminated=False)
+    episode = run(scripted(going_on, Result(0.5, observation=None, **end)), Script("a", "b"))
+    assert len(episode.turns) == 2 and episode.outcome == Scored(0.75, 0.75)  # 0.25 + 0.5
+
+
+def test_an_observation_is_needed_when_it_goes_on():
+    with pytest.raises(AgentError, match=r"Result.observation is None: the framework renders text.*string"):
+        Result(0.0, observation=None, terminated=False)
 
 
 @pytest.mark.parametrize("reward", [1, True, np.float32(1), np.int64(1), torch.tensor(1.0)])

@@ -221,7 +221,7 @@ def test_a_retry_samples_anew_and_a_group_that_starts_again_does_not(host):
     ("what", "reason", "detail"),
     [
         ("always", "KeyError", "'grader' at "),
-        ("nonsense", "AgentError", "step returned a float"),
+        ("nonsense", "AgentError", "returned a float"),
         ("nan", "reward_not_finite", "reward nan"),
         ("hang", "timeout", "no end within rollout.timeout_s (=0.05)"),
         ("hang with a limit of its own", "TimeoutError", "agent.py:"),
@@ -237,6 +237,14 @@ def test_a_rollout_that_fails_for_good_has_no_reward_and_no_samples(host, what, 
     assert [f.reason for f in rollout.failures] == [reason] * 2  # and the third attempt is the outcome
     assert samples == [[]] and rollout.samples == () and rollout.turns == 0
     assert len(engine.calls) == 3
+
+
+def test_a_wrong_result_names_the_line_of_the_user_and_none_of_molts(host, tmp_path):
+    result, _ = run_group(host(FakeEngine(), max_retries=0), "nonsense", n=1)
+    detail = result.rollouts[0].outcome.detail
+    line = AGENT.splitlines().index("    async def step(self, state):") + 1
+    assert detail.startswith(f"Faulty.step ({tmp_path / 'agent.py'}:{line}) returned a float")
+    assert "/molt/" not in detail
 
 
 @pytest.mark.parametrize("what", ["hang in reset and close", "hang in step and close", "hang in close"])
