@@ -86,7 +86,7 @@ def present(config: RLConfig, answers: "Answers", seconds: float) -> None:
 
 def numbers(answers: "Answers") -> Numbers:
     """By data source: prompts, samples asked for, and the numbers of `score` without their `eval/<source>/`."""
-    from molt.report.metrics import values
+    from molt.report.metrics import is_count, values
     from molt.rollout.evaluate import score
 
     sources: Numbers = {}
@@ -95,7 +95,7 @@ def numbers(answers: "Answers") -> Numbers:
         sources[source] = {"prompts": len(groups), "samples": samples}
         for metric, value in values(score({source: groups})).items():
             name = metric.rpartition("/")[2]
-            sources[source][name] = value
+            sources[source][name] = round(value) if is_count(metric) else value
     return sources
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.text import Text
 
+from molt.report.metrics import is_count
+
 
 @dataclass(frozen=True)
 class Column:
@@ -60,7 +62,7 @@ def step_line(step: int, total_steps: int | None, metrics: Mapping[str, float]) 
 
     faults = sum(value for name, value in metrics.items() if name.startswith("faults/"))
     if faults:
-        _append(line, "faults", format(faults, "g"), "red")
+        _append(line, "faults", format(faults, ",.0f"), "red")
 
     if "timing/step_s" in metrics:
         line.append(f"  {metrics['timing/step_s']:.1f} s", "not bold dim")
@@ -80,7 +82,9 @@ def _append(line: Text, label: str, value: str, colour: str) -> None:
 
 
 def _with_interval(name: str, metrics: Mapping[str, float]) -> str:
-    """`0.500 [0.400, 0.613]`, or the mean alone."""
+    """`0.500 [0.400, 0.613]`, or the mean alone; a count as a whole number."""
+    if is_count(name):
+        return format(metrics[name], ",.0f")
     mean = format(metrics[name], ".3f")
     ends = []
     for end in (f"{name}_low", f"{name}_high"):

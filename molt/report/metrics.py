@@ -12,8 +12,8 @@ def is_max(name: str) -> bool:
 
 
 def is_count(name: str) -> bool:
-    """`faults/timeout`, `rollout/filtered_count`: they are added up and never divided."""
-    return name.startswith("faults/") or name.endswith("_count")
+    """`faults/timeout`, `rollout/filtered_count`, `eval/SOURCE/failures`: they are added up and never divided."""
+    return name.startswith("faults/") or name.endswith(("_count", "/failures"))
 
 
 def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:

@@ -40,6 +40,7 @@ def test_table_and_json_have_the_same_numbers(capsys):
     # (1/2 + 0) / 2; the second prompt has one result left, so no best of 2
     assert (math["pass1"], math["pass2"], math["prompts"], math["samples"], math["failures"]) == (0.25, 1.0, 2, 4, 1)
     assert (code["pass1"], code["pass1_high"]) == (1.0, 1.0)
+    assert '"failures": 1,' in last and '"failures": 0,' in last, "counts are whole numbers"
     assert code["pass1_low"] == pytest.approx(0.2065, abs=1e-4)  # Wilson's of one prompt: 1 / (1 + 1.96²)
     (row,) = [line for line in table if " math " in line]
     assert re.sub(r"[│┃|\s]+", " ", row).strip() == "math 2 4 0.2500 0.0000 0.5000 1.0000 4.0 0.0% 1"

@@ -14,6 +14,14 @@ def test_an_evaluation_shows_its_interval():
     assert step_line(3, 12, metrics).plain == "step  3/12  eval/m/pass1 0.500 [0.400, 0.613]  eval/m/pass8 0.750"
 
 
+def test_counts_are_whole_numbers():
+    metrics = {"eval/m/failures": 1045.0, "eval/m/pass1": 1.0, "faults/timeout": 1_000_000.0, "faults/KeyError": 2.0}
+    # 1,000,000 + 2 faults
+    assert step_line(3, 12, metrics).plain == (
+        "step  3/12  eval/m/failures 1,045  eval/m/pass1 1.000  faults 1,000,002"
+    )
+
+
 def test_an_evaluation_without_an_interval():
     assert step_line(3, None, {"eval/low/pass1": 7.5, "eval/loss": 2.0}).plain == (
         "step 3  eval/loss 2.000  eval/low/pass1 7.500"
