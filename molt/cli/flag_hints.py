@@ -70,6 +70,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "ppo_epochs": ("train.max_epochs",),
     "num_iterations": ("train.max_epochs",),
     "total_training_steps": ("train.max_steps",),
+    "steps": ("train.max_steps",),
     "max_completion_length": _NEW_TOKENS,
     "max_response_length": _NEW_TOKENS,
     "generate_max_len": _NEW_TOKENS,
@@ -127,7 +128,7 @@ def flag_hint(name: str, known: Iterable[str]) -> str:
     flags = sorted(known)
     if any(part.startswith("lora") for part in name.split(".")):
         return " molt has no LoRA yet."
-    meant = _same_word(name, flags) or _alias(name, flags) or _near(name, flags)
+    meant = _same_section(name, flags) or _alias(name, flags) or _same_word(name, flags) or _near(name, flags)
     if meant is None:
         return ""
     return f" Did you mean '--{meant}'?"
@@ -146,6 +147,21 @@ def _most_similar(name: str, flags: list[str]) -> str | None:
         return _similarity(name, flag)
 
     return max(flags, key=similarity, default=None)
+
+
+def _same_section(name: str, flags: list[str]) -> str | None:
+    """The flag of the same section with all the words: `train.steps` is `train.max_steps`, not `eval.steps`."""
+    section, dot, _ = name.partition(".")
+    if not dot:
+        return None
+    siblings = [flag for flag in flags if flag.startswith(f"{section}.")]
+    last = _last_word(name)
+    same = [flag for flag in siblings if _last_word(flag) == last]
+    if same:
+        return _most_similar(name, same)
+    words = set(last.split("_"))
+    longer = [flag for flag in siblings if words <= set(_last_word(flag).split("_"))]
+    return _most_similar(name, longer)
 
 
 def _same_word(name: str, flags: list[str]) -> str | None:

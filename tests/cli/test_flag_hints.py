@@ -33,6 +33,16 @@ SFT = flags(SftConfig)
         ("num_train_epochs", RL, "train.num_episodes"),
         ("num_train_epochs", SFT, "train.max_epochs"),
         ("ckpt.save_stesp", RL, "ckpt.save_steps"),
+        ("train.steps", RL, "train.max_steps"),
+        ("train.steps", SFT, "train.max_steps"),
+        ("steps", RL, "train.max_steps"),
+        ("ckpt.steps", RL, "ckpt.save_steps"),
+        ("logger.steps", RL, "logger.logging_steps"),
+        ("rollout.max_tokens", RL, "rollout.max_new_tokens"),
+        ("ckpt.dir", RL, "ckpt.output_dir"),
+        ("train.lr", RL, "actor.adam.lr"),
+        ("actor.lr", RL, "actor.adam.lr"),
+        ("data.seed", RL, "train.seed"),
     ],
 )
 def test_a_word_of_another_framework_points_to_ours(name, known, meant):
