@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from molt.cli.args import flags, parse, run_command
+from molt.cli.args import ESSENTIALS, flags, parse, run_command
 from molt.config import CkptConfig, PromptDataConfig, RLConfig
 from molt.config_file import dump, load
 from molt.config_sft import SftConfig
@@ -130,6 +130,17 @@ def test_help_has_every_flag_with_its_string(config_class, capsys):
         assert f"--{name}" in words
     assert "--config FILE.toml" in words and "Checkpoint cadence in steps" in words
     assert not re.findall(r"--\w+-[\w-]+", words), "hyphens in the help"
+
+
+@pytest.mark.parametrize("config_class", CONFIGS)
+def test_the_help_begins_with_the_flags_that_most_runs_need(config_class, capsys):
+    essential = re.findall(r"--([\w.]+)", ESSENTIALS[config_class])
+    assert set(essential) <= flags(config_class).keys() and 10 <= len(essential) <= 20
+    with pytest.raises(SystemExit):
+        _parse("--help", config_class)
+    top, _, _ = capsys.readouterr().out.partition(" options ")
+    for name in essential:
+        assert f"--{name}" in top
 
 
 def test_bounds_in_an_old_file_stay_and_none_are_left_out(tmp_path):
