@@ -64,6 +64,8 @@ async def train_to_the_end(run: Run) -> None:
     if ends_early or wants_result:
         await save(run)
     await run.checkpoints.settle()
+    if run.shutdown.requested:
+        print(f"saved step {run.step} in {run.checkpoints.folder}; the same command with --ckpt.load_enable goes on")
     if run.shutdown.failed and run.shutdown.error is not None:
         raise run.shutdown.error
     if wants_result and not run.shutdown.requested:

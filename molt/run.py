@@ -313,10 +313,16 @@ def _stop_on_signals(shutdown: Shutdown) -> None:
     """SIGTERM, and the first Ctrl-C: finish the step, save, exit 0. A second Ctrl-C ends at once."""
     loop = asyncio.get_running_loop()
 
+    def terminate() -> None:
+        if not shutdown.requested:
+            print("SIGTERM: the run saves and ends after this step", file=sys.stderr)
+        shutdown.request()
+
     def interrupt() -> None:
         if shutdown.requested:
             os._exit(130)
+        print("Ctrl-C: the run saves and ends after this step; another one ends it at once, unsaved", file=sys.stderr)
         shutdown.request()
 
-    loop.add_signal_handler(signal.SIGTERM, shutdown.request)
+    loop.add_signal_handler(signal.SIGTERM, terminate)
     loop.add_signal_handler(signal.SIGINT, interrupt)

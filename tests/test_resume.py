@@ -150,7 +150,11 @@ def test_sigterm_anywhere_and_a_resume_train_what_an_undisturbed_run_does(
             stopping.setattr(StepRecords, "write", then_stop)
             run(settings(model_dir, parts, prompts, *more, "--ckpt.load_enable"))
         assert lines(parts)[-1]["step"] == last and not (parts / "model.safetensors").exists()
-    assert "nothing is left" not in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "nothing is left" not in said.out
+    assert said.err.count("SIGTERM: the run saves and ends after this step") == 3
+    for last in (1, 2, 4):
+        assert f"saved step {last} in {parts / 'checkpoints'}; the same command with --ckpt.load_enable" in said.out
     run(settings(model_dir, parts, prompts, *more, "--ckpt.load_enable"))
     assert "step 4: nothing is left to train. Raise --train.num_episodes" in capsys.readouterr().out
     assert [event["step"] for event in events(parts, "resumed")] == [-1, 1, 2, 4]

@@ -226,6 +226,11 @@ class SftRun:
                 saved = step
             if terminated:
                 self._settle()
+                if log:
+                    print(
+                        f"SIGTERM: saved step {step} in {ckpt.checkpoints}; the same command with --ckpt.load_enable "
+                        "goes on"
+                    )
                 return
 
         if not ckpt.disable_final_save and saved != self.total_steps:
