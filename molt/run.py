@@ -21,6 +21,7 @@ from molt.publish.publication import Publisher
 from molt.records.best import BestModel
 from molt.records.checkpoints import Checkpoints
 from molt.records.evaluator import Evaluator
+from molt.records.leftovers import remove_untrained
 from molt.records.state import RunState, refuse_other_run
 from molt.records.steps import StepRecords
 from molt.report.header import header
@@ -158,10 +159,12 @@ def print_dropped(held_out: HeldOut) -> None:
 def _resume_step(spec: RunSpec) -> int | None:
     """The step of the checkpoint to resume from; -1 for a resume without one; None for a run that is new.
 
+    For a new run it removes what one that failed before its first training batch left.
     Raises `CheckpointError` if the checkpoint belongs to another run.
     """
     ckpt = spec.config.ckpt
     if not ckpt.load_enable:
+        remove_untrained(ckpt)
         return None
     repair(ckpt.checkpoints)
     checkpoint = latest_checkpoint(ckpt.checkpoints)

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from molt.algo import advantage
+from molt.cli.check import check_output_dir
 from molt.driver import drive, drive_evaluation
 from molt.errors import CheckpointError, FailureRateError, MoltError, TrainingError
 from molt.publish.publication import Publisher
@@ -156,6 +157,23 @@ def test_too_many_failures_stop_the_run_with_the_reasons_and_it_can_go_on(ray_se
     write_prompts(tmp_path / "p.jsonl", 40)  # the user mends the sandbox
     run(settings(model_dir, output, prompts, "--ckpt.load_enable"))
     assert sorted(trained_groups(output)) == sorted(f"0:{i}" for i in range(40))  # what failed was not lost
+
+
+def test_a_run_that_failed_before_its_first_batch_does_not_block_its_directory(ray_session, model_dir, tmp_path):
+    output, bad = tmp_path / "out", {i: "raise" for i in range(40)}
+    prompts = write_prompts(tmp_path / "p.jsonl", 40, bad)
+    with pytest.raises(FailureRateError):
+        run(settings(model_dir, output, prompts))
+    assert [path.name for path in (output / "checkpoints").iterdir()] == ["step_000000"]
+    write_prompts(tmp_path / "p.jsonl", 40)
+    new = settings(model_dir, output, prompts, "--train.max_steps", "2")
+    check_output_dir(new.ckpt)
+    run(new)
+    steps = [json.loads(line)["step"] for line in (output / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [0, 1, 2], "nothing of the run that failed is left"
+    assert [path.name for path in (output / "checkpoints").iterdir()] == ["step_000002"]
+    with pytest.raises(CheckpointError, match="holds a run"):
+        check_output_dir(new.ckpt)
 
 
 def test_a_runner_that_dies_is_replaced_and_its_groups_are_rolled_out_again(ray_session, model_dir, tmp_path):

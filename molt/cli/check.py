@@ -30,6 +30,7 @@ from molt.data.mixture import EpochOrder
 from molt.data.prompts import PromptDataset
 from molt.data.rows import DropReport, Rows, load_rows, require_column
 from molt.errors import CheckpointError, ConfigError, DataError, MoltError, UnusableRow, did_you_mean, plural
+from molt.records.leftovers import holds_run
 from molt.roles import roles
 from molt.rules import RL
 from molt.setting import name_of
@@ -183,10 +184,7 @@ def check_output_dir(ckpt: CkptConfig) -> None:
             "Use a directory that you may write to."
         )
 
-    metrics = ckpt.run_dir / "metrics.jsonl"  # a start that failed leaves it empty
-    has_metrics = metrics.is_file() and metrics.stat().st_size > 0
-    has_checkpoints = any(ckpt.checkpoints.glob("*"))
-    if (has_metrics or has_checkpoints) and not ckpt.load_enable:
+    if holds_run(ckpt) and not ckpt.load_enable:
         raise CheckpointError(
             f"`ckpt.output_dir` (={ckpt.output_dir}) holds a run, which would be overwritten. Pass --ckpt.load_enable "
             "to resume it, or another --ckpt.output_dir."

@@ -239,7 +239,16 @@ def test_output_dir(tmp_path):
     ckpt.run_dir.mkdir(parents=True)
     (ckpt.run_dir / "metrics.jsonl").write_text("")  # a start that failed before its first step
     check.check_output_dir(ckpt)
-    (ckpt.checkpoints / "step_000020").mkdir(parents=True)
+    (ckpt.run_dir / "metrics.jsonl").write_text('{"step": 0, "mismatch/abs_max": 0.0}\n')
+    (ckpt.checkpoints / "step_000000").mkdir(parents=True)  # the initial weights: no batch was trained
+    (ckpt.checkpoints / "best.json").write_text("{}")
+    check.check_output_dir(ckpt)
+    (ckpt.run_dir / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
+    with pytest.raises(CheckpointError, match="holds a run"):
+        check.check_output_dir(ckpt)
+    (ckpt.run_dir / "metrics.jsonl").unlink()
+    check.check_output_dir(ckpt)
+    (ckpt.checkpoints / "step_000020").mkdir()
     with pytest.raises(CheckpointError, match="holds a run"):
         check.check_output_dir(ckpt)
     check.check_output_dir(CkptConfig(output_dir=ckpt.output_dir, load_enable=True))
