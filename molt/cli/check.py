@@ -481,11 +481,12 @@ def _check_prompts(
 
     numbers = _first_of_each(dataset.rows.sizes)
     report = DropReport(len(numbers))
+    lengths: dict[int, int] = {}  # of the prompts that can be used, in tokens, by row
     for number in numbers:
         try:
             prompt = prompts.prompt(number)
-            if renderer is not None and len(renderer.prompt_ids(prompt)) >= data.max_len:
-                raise UnusableRow(f"not shorter than `data.max_len` (={data.max_len}); raise it to use them")
+            if renderer is not None:
+                lengths[number] = _usable_length(renderer.prompt_ids(prompt), data.max_len)
         except UnusableRow as error:
             report.add(number, error)
 
@@ -496,6 +497,39 @@ def _check_prompts(
         )
     if renderer is not None:
         add_rows(found, f"prompts of {name_of(dataset.setting)}", report)
+        _check_room(found, config, dataset, lengths)
+
+
+def _usable_length(prompt_ids: list[int], max_len: int) -> int:
+    """Its tokens. Raises `UnusableRow` if they leave no room for an answer."""
+    length = len(prompt_ids)
+    if length >= max_len:
+        raise UnusableRow(f"not shorter than `data.max_len` (={max_len}); raise it to use them")
+    return length
+
+
+def _check_room(found: Findings, config: RLConfig, dataset: Dataset, lengths: dict[int, int]) -> None:
+    """Add a warning if an answer of the longest that is allowed would not fit. lengths: of the prompts, by row."""
+    name = name_of(RL.rollout.max_new_tokens)
+    longest_answer = config.rollout.max_new_tokens
+    is_evaluated = name_of(dataset.setting) == name_of(RL.eval.dataset)
+    if is_evaluated and config.eval.max_new_tokens is not None:
+        name = name_of(RL.eval.max_new_tokens)
+        longest_answer = config.eval.max_new_tokens
+    if longest_answer is None or not lengths:
+        return
+    max_len = config.data.max_len
+    tight = [row for row, length in lengths.items() if max_len - length < longest_answer]
+    if not tight:
+        return
+    row = max(tight, key=lengths.__getitem__)
+    found.add(
+        "warning",
+        f"prompts of {name_of(dataset.setting)}: {len(tight):,} of the first {len(lengths):,} leave less of "
+        f"`data.max_len` (={max_len}) than `{name}` (={longest_answer}): row {row} has {lengths[row]:,} tokens, which "
+        f"leaves {max_len - lengths[row]:,} for the whole episode, so its answers are cut. Use --data.max_len "
+        f"{lengths[row] + longest_answer} or more, or a smaller --{name}.",
+    )
 
 
 def _first_of_each(sizes: list[int]) -> list[int]:

@@ -118,6 +118,27 @@ def test_rows_that_cannot_be_used_are_counted_and_named(run, capsys):
     assert code == 0 and any("row 20" in line and line.startswith("warning") for line in lines)
 
 
+def test_answers_that_do_not_fit_beside_the_prompt(run, capsys):
+    def warnings(extra: str) -> list[str]:
+        code, lines = _check(capsys, extra)
+        assert code == 0
+        return [line for line in lines if "`data.max_len`" in line]
+
+    (run / "prompts.jsonl").write_text(
+        "".join(json.dumps({"input": text, "label": "1"}) + "\n" for text in ("x", "x" * 20))
+    )
+    # A prompt has 4 + 9 characters (user, assistant), 3 line ends and 3 special tokens beside its text: of 64 tokens,
+    # 19 + 20 leave 25.
+    assert warnings("--rollout.max_new_tokens 25") == [] and warnings("") == []
+    (warning,) = warnings("--rollout.max_new_tokens 26")
+    assert warning.startswith("warning  prompts of data.prompt_dataset: 1 of the first 2 leave less of")
+    for part in ("row 1 has 39 tokens", "leaves 25 for", "`rollout.max_new_tokens` (=26)", "--data.max_len 65 or more"):
+        assert part in warning
+    held_out = "--eval.dataset prompts.jsonl --eval.max_new_tokens 30"
+    (warning,) = warnings(f"{held_out} --rollout.max_new_tokens 25")
+    assert "prompts of eval.dataset" in warning and "`eval.max_new_tokens` (=30)" in warning
+
+
 @pytest.mark.parametrize("kind", ["rl", "sft"])
 def test_prompts_that_are_trained_and_evaluated(kind, run, capsys):
     write_rows(run / "eval.jsonl", range(17, 27))
