@@ -2,7 +2,9 @@
 
 import ast
 import dataclasses
+import json
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -166,6 +168,22 @@ AGENT_EXAMPLES = [
 def test_agents_in_the_documents_can_be_loaded(source, tmp_path):
     (tmp_path / "agent.py").write_text(source)
     load_runner(str(tmp_path / "agent.py"))
+
+
+def test_the_data_script_of_the_first_hour_writes_three_disjoint_sets(tmp_path):
+    (source,) = [block for block in blocks(ROOT / "docs" / "first_hour.md", "python") if "held_out.jsonl" in block]
+    (tmp_path / "data.py").write_text(source)
+    runpy.run_path(str(tmp_path / "data.py"))
+    labels: dict[str, str] = {}
+    for name, count in (("held_out", 512), ("sft", 4_096), ("rl", 16_384)):
+        rows = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        assert len(rows) == count
+        assert not labels.keys() & {row["input"] for row in rows}
+        labels |= {row["input"]: row["label"] for row in rows}
+    assert len(labels) == 512 + 4_096 + 16_384
+    for number, label in labels.items():
+        odd = re.sub("[02468]", "", number)
+        assert len(number) == 5 and label == str(5 - len(odd))
 
 
 def test_the_plug_ins_in_the_documents_are_the_examples():
