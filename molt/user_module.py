@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+import os
 import sys
 import sysconfig
 import traceback
@@ -12,10 +13,9 @@ from types import ModuleType
 
 from molt.errors import ConfigError, MoltError, described, did_you_mean
 
-_NOT_THE_USERS = tuple(
-    [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")] + [str(Path(__file__).parent)]
-)
-"""The folders of Python, of installed packages and of molt."""
+_LIBRARIES = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+_NOT_THE_USERS = tuple(f"{folder}{os.sep}" for folder in [*_LIBRARIES, str(Path(__file__).parent)])
+"""The folders of Python, of installed packages and of molt; `molt_agent.py` beside molt's is a user's file."""
 
 
 def load_module(path: str, flag: str, error: type[MoltError] = ConfigError) -> ModuleType:
