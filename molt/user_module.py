@@ -6,7 +6,7 @@ import sysconfig
 import traceback
 import zlib
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 
 from molt.errors import ConfigError, MoltError, described, did_you_mean
 
@@ -14,6 +14,10 @@ _NOT_THE_USERS = tuple(
     [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")] + [str(Path(__file__).parent)]
 )
 """The folders of Python, of installed packages and of molt."""
+_LOOP = "base_events.py"
+"""The file of Python that runs an event loop."""
+_OF_AN_IDLE_LOOP = ("selectors.py", _LOOP, "threading.py")
+"""Files of Python in which a thread is whose event loop has nothing to do."""
 
 
 def load_module(path: str, flag: str, error: type[MoltError] = ConfigError) -> ModuleType:
@@ -52,6 +56,26 @@ def raised_at(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return "an unknown line"
-    of_user = [frame for frame in frames if not frame.filename.startswith((*_NOT_THE_USERS, "<"))]
+    of_user = [frame for frame in frames if _is_users(frame.filename)]
     innermost = of_user[-1] if of_user else frames[-1]
     return f"{innermost.filename}:{innermost.lineno}"
+
+
+def running_at(frame: FrameType) -> str | None:
+    """`FILE:LINE` of what a thread runs: the user's innermost line, or else the innermost; None for an idle event loop.
+
+    frame: the innermost, as of `sys._current_frames`. Lines that only started the event loop do not count.
+    """
+    for each, line in traceback.walk_stack(frame):
+        if Path(each.f_code.co_filename).name == _LOOP:
+            break
+        if _is_users(each.f_code.co_filename):
+            return f"{each.f_code.co_filename}:{line}"
+    innermost = frame.f_code.co_filename
+    if Path(innermost).name in _OF_AN_IDLE_LOOP:
+        return None
+    return f"{innermost}:{frame.f_lineno}"
+
+
+def _is_users(filename: str) -> bool:
+    return not filename.startswith((*_NOT_THE_USERS, "<"))
