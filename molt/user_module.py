@@ -9,13 +9,17 @@ import traceback
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 
 from molt.errors import ConfigError, MoltError, described, did_you_mean
 
 _LIBRARIES = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
 _NOT_THE_USERS = tuple(f"{folder}{os.sep}" for folder in [*_LIBRARIES, str(Path(__file__).parent)])
 """The folders of Python, of installed packages and of molt; `molt_agent.py` beside molt's is a user's file."""
+_LOOP = "base_events.py"
+"""The file of Python that runs an event loop."""
+_OF_AN_IDLE_LOOP = ("selectors.py", _LOOP, "threading.py")
+"""Files of Python in which a thread is whose event loop has nothing to do."""
 
 
 def load_module(path: str, flag: str, error: type[MoltError] = ConfigError) -> ModuleType:
@@ -66,7 +70,7 @@ def is_raised_by_user(error: BaseException) -> bool:
 
 def _frames_of_user(error: BaseException) -> list[traceback.FrameSummary]:
     frames = traceback.extract_tb(error.__traceback__)
-    return [frame for frame in frames if not frame.filename.startswith((*_NOT_THE_USERS, "<"))]
+    return [frame for frame in frames if _is_users(frame.filename)]
 
 
 def place_of(defined: Callable[..., object]) -> str:
@@ -78,3 +82,23 @@ def place_of(defined: Callable[..., object]) -> str:
     except (TypeError, OSError):  # of C; made by a call; its file is gone
         return ""
     return f" ({file}:{line})"
+
+
+def running_at(frame: FrameType) -> str | None:
+    """`FILE:LINE` of what a thread runs: the user's innermost line, or else the innermost; None for an idle event loop.
+
+    frame: the innermost, as of `sys._current_frames`. Lines that only started the event loop do not count.
+    """
+    for each, line in traceback.walk_stack(frame):
+        if Path(each.f_code.co_filename).name == _LOOP:
+            break
+        if _is_users(each.f_code.co_filename):
+            return f"{each.f_code.co_filename}:{line}"
+    innermost = frame.f_code.co_filename
+    if Path(innermost).name in _OF_AN_IDLE_LOOP:
+        return None
+    return f"{innermost}:{frame.f_lineno}"
+
+
+def _is_users(filename: str) -> bool:
+    return not filename.startswith((*_NOT_THE_USERS, "<"))

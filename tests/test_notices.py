@@ -5,14 +5,22 @@ from molt.records.notices import Notices
 
 def test_a_blocked_runner_is_named_once(capsys):
     notices = Notices()
-    notices.look(1, {"perf/runner_lag_max": 0.9})
+    notices.look(1, {"perf/runner_lag_max": 0.9, "perf/runner_blocked_max": 0.9})
     assert capsys.readouterr().err == ""
-    notices.look(2, {"perf/runner_lag_max": 2.34})
+    notices.look(2, {"perf/runner_lag_max": 2.5, "perf/runner_blocked_max": 2.34})
     line = capsys.readouterr().err
-    assert line.startswith("step 2: the agent's code blocked a runner for 2.3 s (`perf/runner_lag_max`)")
-    assert "docs/agents.md" in line
-    notices.look(3, {"perf/runner_lag_max": 5.0})
+    assert line.startswith("step 2: the agent's code blocked a runner for 2.3 s (`perf/runner_blocked_max`)")
+    assert "docs/agents.md" in line and "busy" not in line
+    notices.look(3, {"perf/runner_lag_max": 5.0, "perf/runner_blocked_max": 5.0})
     assert capsys.readouterr().err == ""
+
+
+def test_a_busy_machine_is_not_the_agents_fault(capsys):
+    notices = Notices()
+    notices.look(86, {"perf/runner_lag_max": 1.8, "perf/runner_blocked_max": 0.1})
+    line = capsys.readouterr().err
+    assert line.startswith("step 86: a runner's event loop was 1.8 s late (`perf/runner_lag_max`)")
+    assert "the machine was busy" in line and "did not block" in line
 
 
 def test_each_setting_of_a_client_that_is_ignored_is_named_once(capsys):

@@ -5,30 +5,25 @@ The model says what `--answer` says. The prompt and the label are those of `--pr
 """
 
 import argparse
-import asyncio
 import dataclasses
-import itertools
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from molt.errors import AgentError, ConfigError, MoltError, UnusableRow, described
-from molt.user_module import raised_at
+from molt.errors import AgentError, ConfigError, UnusableRow
 
 if TYPE_CHECKING:  # `molt agent check --help` is instant
-    from molt.agents.load import Runner
-    from molt.agents.step_runner import Episode, EpisodeContext
+    from molt.agents.episode import Episode
     from molt.chat.render import Renderer
     from molt.chat.tree import Tree
-    from molt.types import Media, Prompt, Turn
+    from molt.types import Prompt, Turn
 
-MAX_TURNS = 64
 DEFAULT_ANSWER = "hello"
 
 
 def main(argv: list[str]) -> int:
     arguments = _parser().parse_args(argv)
-    return asyncio.run(_check(arguments))
+    return _check(arguments)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -69,22 +64,22 @@ ANSWER_HELP = (
 )
 
 
-async def _check(arguments: argparse.Namespace) -> int:
+def _check(arguments: argparse.Namespace) -> int:
     from molt.agents.chat_runner import ChatAgentRunner
+    from molt.agents.episode import EpisodeContext
     from molt.agents.load import load_runner
-    from molt.agents.step_runner import EpisodeContext
     from molt.chat.chat_renderer import load_chat_renderer
+    from molt.cli.episode import MAX_TURNS, Limit, ScriptedModel, play
     from molt.cli.observations import ObservingRenderer
+    from molt.types import ReplaceGroup
 
     runner = load_runner(arguments.file)
-    is_chat_agent = isinstance(runner, ChatAgentRunner)
-    if is_chat_agent and arguments.no_chat:
+    if isinstance(runner, ChatAgentRunner) and arguments.no_chat:
         raise ConfigError(f"--no_chat with {arguments.file}: a ChatAgent talks in messages. Drop --no_chat.")
     prompt = _prompt(arguments)
     renderer = ObservingRenderer(arguments.model, apply_chat_template=not arguments.no_chat)
-    has_judge = getattr(runner, "judge", False)  # only the runner of an Env has the attribute
     chat = None
-    if is_chat_agent or prompt.tools or has_judge:
+    if runner.needs_chat or prompt.tools:
         chat = load_chat_renderer(arguments.model, None)
 
     print(f"prompt: {_shown(prompt)}")
@@ -101,42 +96,17 @@ async def _check(arguments: argparse.Namespace) -> int:
         chat=chat,
         call_freely=model.answer,
     )
-    episode = await _play(runner, context, arguments)
+    try:
+        limit = Limit(arguments.timeout_s, "--timeout_s", fix="raise --timeout_s")
+        episode = play(runner, context, arguments.file, limit)
+    except ReplaceGroup as replaced:
+        raise AgentError(
+            f"{arguments.file} raised ReplaceGroup ({replaced.reason}: {replaced.detail}). A run would start another "
+            "prompt instead, so there is no episode to show. Use another prompt."
+        ) from replaced
     print(_report(episode, renderer))
     renderer.warn_of_lost_text()
     return 0
-
-
-async def _play(runner: "Runner", context: "EpisodeContext", arguments: argparse.Namespace) -> "Episode":
-    """The episode. Raises a MoltError for what would fail a rollout in a run."""
-    from molt.types import InfraFailure, ReplaceGroup
-
-    agent = arguments.file
-    deadline = asyncio.timeout(arguments.timeout_s)
-    try:
-        async with deadline:
-            return await runner.run(context)
-    except MoltError:
-        raise
-    except InfraFailure as failure:
-        raise AgentError(
-            f"{agent}: {failure.reason}: {failure.detail}. The rollout would fail in a run. Fix the agent."
-        ) from failure
-    except ReplaceGroup as replaced:
-        raise AgentError(
-            f"{agent} raised ReplaceGroup ({replaced.reason}: {replaced.detail}). A run would start another prompt "
-            "instead, so there is no episode to show. Use another prompt."
-        ) from replaced
-    except Exception as error:  # the user's agent may raise anything
-        if isinstance(error, TimeoutError) and deadline.expired():
-            raise AgentError(
-                f"{agent}: the episode did not end within --timeout_s (={arguments.timeout_s:g}). The rollout would "
-                "fail in a run. Look for a loop without an end, or raise --timeout_s."
-            ) from error
-        raise AgentError(
-            f"{agent} raised {described(error)} at {raised_at(error)}. The rollout would fail in a run, and be "
-            "retried. Fix that line; `PolicyFailure` is for what the model did wrong."
-        ) from error
 
 
 # The prompt.
@@ -225,41 +195,6 @@ def _shown(prompt: "Prompt") -> str:
         return str(prompt.messages[0].get("content"))
     lines = [f"  {message['role']}: {message.get('content')}" for message in prompt.messages]
     return "\n".join(["", *lines])
-
-
-# The model.
-
-
-class ScriptedModel:
-    """A model that says given answers in order, and the last one for ever."""
-
-    def __init__(self, renderer: "Renderer", answers: list[str], end_ids: list[int]):
-        """end_ids: what closes an answer."""
-        self._renderer = renderer
-        self._answers = itertools.chain(answers, itertools.repeat(answers[-1]))
-        self._end_ids = end_ids
-
-    async def answer(
-        self, prompt_ids: list[int], max_tokens: int, *_: object, media: "tuple[Media, ...]" = ()
-    ) -> "Turn":
-        """The next answer, as sampled by weights of version 0."""
-        import numpy as np
-
-        from molt.columns import token_columns
-        from molt.types import Turn
-
-        spelled = self._renderer.tokenizer.encode(next(self._answers), add_special_tokens=False)
-        complete = [*spelled, *self._end_ids]
-        token_ids = complete[:max_tokens]
-        return Turn(
-            prompt_ids=np.asarray(prompt_ids, np.int32),
-            sampled=token_columns(
-                token_ids=token_ids,
-                versions=np.zeros(len(token_ids)),
-                logprobs=np.full(len(token_ids), -1.0),
-            ),
-            finish_reason="stop" if len(complete) <= max_tokens else "length",
-        )
 
 
 # What the episode leaves.

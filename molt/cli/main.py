@@ -22,10 +22,13 @@ HELP = """molt trains agents with reinforcement learning.
 
 `molt COMMAND --help` lists its flags. Start with `molt demo`.
 """
+NO_EPISODE = "--no_episode"
+"""The flag of `molt check` that leaves the episode out."""
 CHECK_HELP = """usage: molt check [rl|sft|eval] [FLAGS]
 
 Checks a run without loading weights: settings, model, tokenizer, chat template, agent file, datasets, devices, disk
-space. Prints one finding a line; the exit code is 1 if one of them is an error.
+space. rl and eval also play one episode of the agent with the first row, in which the model says 'hello'; --no_episode
+leaves it out. Prints one finding a line; the exit code is 1 if one of them is an error.
 
   molt check rl ...        the flags of `molt rl` (also without the word rl)
   molt check sft ...       the flags of `molt sft`
@@ -56,24 +59,31 @@ def check(argv: list[str]) -> int:
     raise ConfigError(f"`molt check` has no {command!r}.{near} Use rl, sft or eval, then the flags.")
 
 
-def _check_rl(flags: list[str]) -> int:
+def _check_rl(given: list[str]) -> int:
+    flags = [flag for flag in given if flag != NO_EPISODE]
     config = parse(RLConfig, flags, prog="molt check rl", about="`molt check rl`: checks a run of `molt rl`.")
     if config.eval.eval_only:
-        return _check_eval(flags)
+        return _check_eval(given)
     from molt.cli.advice import all_checks
     from molt.cli.check import show
+    from molt.cli.episode_check import check_episode
 
     found = all_checks(config)
+    if NO_EPISODE not in given:
+        check_episode(found, config)
     show(found)
     return _exit_code(found.errors)
 
 
-def _check_eval(flags: list[str]) -> int:
-    flags = [*flags, "--eval.eval_only"]
+def _check_eval(given: list[str]) -> int:
+    flags = [flag for flag in given if flag != NO_EPISODE] + ["--eval.eval_only"]
     config = parse(RLConfig, flags, prog="molt check eval", about="`molt check eval`: checks a run of `molt eval`.")
     from molt.cli.check import evaluation_checks, show
+    from molt.cli.episode_check import check_episode
 
     found = evaluation_checks(config)
+    if NO_EPISODE not in given:
+        check_episode(found, config)
     show(found)
     return _exit_code(found.errors)
 

@@ -9,6 +9,7 @@ from typing import Any
 from molt.batch.masking import takes_part
 from molt.config import RewardConfig, RLConfig
 from molt.errors import LostError, TrainingError
+from molt.records.no_signal import Advantages, NoSignal
 from molt.records.notices import Notices
 from molt.report.metrics import merge
 from molt.report.rollouts import StoredGroup
@@ -23,9 +24,6 @@ NEARLY_ALL = 0.99
 FILTERED_STEPS = 3
 """So many such steps in a row stop the run."""
 
-Advantages = Sequence[Sequence[float | None]]
-"""By group and rollout; None where a token estimator computes them on the ranks."""
-
 
 class StepRecords:
     """Writes down every training batch: metrics, rollouts for the viewer, the dump for a replay."""
@@ -38,6 +36,7 @@ class StepRecords:
         self.dump_dir = config.train.rollout_dump_dir
         self.advantage = config.algo.advantage
         self.notices = Notices()
+        self.no_signal = NoSignal()
         self.filtered_steps = 0
         """Steps in a row, up to now, of which nearly everything was filtered."""
 
@@ -47,6 +46,8 @@ class StepRecords:
         """version: of the weights that the batch was trained on."""
         self.log.step(step, metrics)
         self.notices.look(step, metrics)
+        for notice in self.no_signal.look(groups, advantages):
+            print(f"step {step}: {notice}", file=sys.stderr)
         if len(groups) < self.batch_size:
             self.log.event("small_batch", step=step, groups=len(groups))
             print(f"step {step}: no prompt is left, so the batch has only {len(groups)} groups", file=sys.stderr)
@@ -96,6 +97,7 @@ class StepRecords:
         if self.dump_dir is not None:
             abandon_dump(self.dump_dir, step)
         self.filtered_steps = 0
+        self.no_signal.forget()
 
     async def _dump(self, folder: Path, step: int, groups: Sequence[Group]) -> None:
         """Write the batch for a replay. Raises `LostError` when a node took arrays with it that were just trained."""

@@ -23,6 +23,7 @@ class Column:
 COLUMNS = (
     Column("reward", "rollout/reward", ".3f"),
     Column("score", "rollout/score", ".3f"),
+    Column("mixed", "rollout/mixed_groups", ".0%"),
     Column("loss", "train/loss", ".4g"),
     Column("grad", "train/grad_norm", ".3g"),
     Column("mismatch", "mismatch/abs_max", ".1e"),
@@ -37,6 +38,14 @@ COLUMNS = (
     Column("tok/s", "perf/tokens_per_s", ",.0f"),
 )
 """Shown in this order where the metric exists."""
+NOT_IN_RL = "train/lr"
+"""The line of RL is long, and its learning rate is in the report."""
+OF_AGENT = "rollout/info/"
+OF_CHAT_SERVER = "rollout/info/chat_"
+SHOWN_OF_AGENT = 3
+"""So many numbers of the agent's `Result.info`, the first in the alphabet."""
+LABEL_WIDTH = 16
+"""Longer names of them are cut."""
 EVALUATED = re.compile(r"eval/(?!.*_(low|high)$)")
 """Metrics of an evaluation; the ends of an interval are shown beside its mean."""
 
@@ -50,11 +59,20 @@ def run_console() -> Console:
 
 
 def step_line(step: int, total_steps: int | None, metrics: Mapping[str, float]) -> Text:
-    """`step 12/300  reward 0.512  loss -0.01  …  3.4 s`; evaluations by name and with their interval; faults if any."""
+    """`step 12/300  reward 0.512  loss -0.01  …  3.4 s`.
+
+    Then a few numbers of the agent, evaluations by name and with their interval, and faults if there are any.
+    """
     line = Text(_step_of_total(step, total_steps), "bold")
+    is_rl = "rollout/reward" in metrics
     for column in COLUMNS:
-        if column.metric in metrics:
+        is_left_out = is_rl and column.metric == NOT_IN_RL
+        if column.metric in metrics and not is_left_out:
             _append(line, column.label, format(metrics[column.metric], column.format), "cyan")
+
+    for name in _of_agent(metrics)[:SHOWN_OF_AGENT]:
+        label = name.removeprefix(OF_AGENT)[:LABEL_WIDTH]
+        _append(line, label, format(metrics[name], ".3g"), "magenta")
 
     for name in sorted(metrics):
         if EVALUATED.match(name):
@@ -74,6 +92,15 @@ def _step_of_total(step: int, total_steps: int | None) -> str:
         return f"step {step}"
     width = len(str(total_steps))
     return f"step {step:>{width}}/{total_steps}"
+
+
+def _of_agent(metrics: Mapping[str, float]) -> list[str]:
+    """The metrics that the agent put into `Result.info`, without what molt counts for a `ChatAgent`."""
+    names = []
+    for name in sorted(metrics):
+        if name.startswith(OF_AGENT) and not name.startswith(OF_CHAT_SERVER):
+            names.append(name)
+    return names
 
 
 def _append(line: Text, label: str, value: str, colour: str) -> None:

@@ -1,6 +1,7 @@
 """What runs in the process of a runner: the user's agent, and the rollouts of many groups at once."""
 
 import asyncio
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 from molt.agents.chat_runner import ChatAgentRunner
 from molt.agents.episode import Episode, EpisodeContext
 from molt.agents.load import load_runner
+from molt.agents.loop_lag import Block, LoopLag, report_from_thread
 from molt.agents.scheme import Scheme, independent, load_scheme
 from molt.agents.step_runner import CLOSE_S
 from molt.chat.chat_renderer import load_chat_renderer
@@ -22,7 +24,7 @@ from molt.rollout.group_task import GroupResult, GroupTask
 from molt.rollout.handles import EngineHandle
 from molt.rollout.model_calls import FREE, TRAINED, ModelCalls, RolloutKey, Seeds, SeedsByPrompt, SeedsByTurn
 from molt.rollout.samples import describe, to_sample
-from molt.rollout.watchdog import LoopLag, RolloutState
+from molt.rollout.watchdog import LoopTimes, RolloutState
 from molt.types import InfraFailure, Json, ReplaceGroup, RolloutInfo, Sample
 
 
@@ -65,6 +67,8 @@ class AgentHost:
         """In flight."""
         self.lag = LoopLag()
         self._lag_task: asyncio.Task[None] | None = None
+        self._blocks: list[Block] = []
+        """Not asked for yet; a thread adds to them."""
 
         data = settings.data
         self.runner = load_runner(settings.agent_path)
@@ -83,12 +87,33 @@ class AgentHost:
     async def ready(self) -> None:
         """Answers when the constructor is done."""
 
-    async def states(self) -> tuple[list[RolloutState], float]:
-        """Every rollout in flight, and the worst lag of the event loop since the last call, in seconds."""
+    async def states(self) -> tuple[list[RolloutState], LoopTimes]:
+        """Every rollout in flight, and the worst delays of the event loop since the last call."""
         if self._lag_task is None:
             self._lag_task = asyncio.create_task(self.lag.run())
+            report_from_thread(self.lag, self._report_block)
         states = [attempt.state(self.name) for attempt in self.attempts]
-        return states, self.lag.take_s()
+        return states, LoopTimes(lag_s=self.lag.take_s(), blocked_s=self.lag.take_blocked_s())
+
+    async def blocks(self) -> list[Block]:
+        """What blocked the event loop since the last call, or does now.
+
+        `RunnerWorker` answers in another thread, so that the driver learns it during the block.
+        """
+        blocks = []
+        while self._blocks:
+            blocks.append(self._blocks.pop(0))
+        return blocks
+
+    def _report_block(self, block: Block) -> None:
+        self._blocks.append(block)
+        print(
+            f"{self.name}: the event loop is blocked at {block.place}, for {block.seconds:.0f} s so far: all rollouts "
+            "of this runner wait. Await an async client, or move the work to a thread (docs/agents.md, 'What must not "
+            "happen in an agent').",
+            file=sys.stderr,
+            flush=True,
+        )
 
     async def run_group(self, task: GroupTask) -> tuple[GroupResult, list[list[Sample]]]:
         """All rollouts of a group, and the samples of each. A failed rollout is retried, up to `max_retries` times.

@@ -8,11 +8,12 @@ import numpy as np
 from ray import ObjectRef
 from ray.exceptions import OutOfMemoryError, RayActorError
 
+from molt.agents.loop_lag import Block
 from molt.publish.proof import Receipt
 from molt.report.rollouts import StoredGroup
 from molt.rollout.engine_worker import Sampling
 from molt.rollout.group_task import GroupResult, GroupTask
-from molt.rollout.watchdog import RolloutState
+from molt.rollout.watchdog import LoopTimes, RolloutState
 from molt.types import Media, Turn
 
 DEAD = (RayActorError, OutOfMemoryError)
@@ -79,7 +80,9 @@ class RunnerHandle(Protocol):
     @property
     def ready(self) -> RemoteMethod[[], None]: ...
     @property
-    def states(self) -> RemoteMethod[[], tuple[list[RolloutState], float]]: ...
+    def states(self) -> RemoteMethod[[], tuple[list[RolloutState], LoopTimes]]: ...
+    @property
+    def blocks(self) -> RemoteMethod[[], list[Block]]: ...
     @property
     def run_group(self) -> RunGroupMethod: ...
 

@@ -11,14 +11,17 @@ from enum import Enum, auto
 import ray
 from ray.exceptions import ObjectLostError
 
+from molt.agents.loop_lag import Block
 from molt.errors import LostError
 from molt.rollout.group_task import GroupResult, GroupTask
 from molt.rollout.handles import DEAD, RunnerHandle, SamplesRef, ignore_event, last_line
-from molt.rollout.watchdog import RolloutState, table
+from molt.rollout.watchdog import LoopTimes, RolloutState, table
 from molt.types import InfraFailure
 
 GRACE_S = 60.0
 """What a runner may take beyond the deadlines that it enforces itself."""
+BLOCKS_ANSWER_S = 5.0
+"""What a runner may take to say what blocks it."""
 LOADING_S = 300.0
 """A new runner may be silent for so long: it loads its agent."""
 
@@ -90,7 +93,7 @@ class RunnerPool:
         self._records = [RunnerRecord(index, self._start(), time.monotonic()) for index in range(count)]
         self._dispatches: dict[str, Dispatch] = {}
         """By the id of a group in flight."""
-        self._worst_lag_s = 0.0
+        self._worst = LoopTimes()
 
     @property
     def runners(self) -> list[RunnerHandle]:
@@ -135,11 +138,16 @@ class RunnerPool:
         # A cancelled agent that goes on regardless is left out: nobody waits for it.
         return [state for states in per_runner for state in states if state.group_id in self._dispatches]
 
-    def take_lag_s(self) -> float:
-        """The worst lag of a runner's event loop since the last call, in seconds."""
-        worst_s = self._worst_lag_s
-        self._worst_lag_s = 0.0
-        return worst_s
+    async def blocks(self) -> list[tuple[str, Block]]:
+        """The lines that blocked a runner since the last call, or do now, each with the runner."""
+        per_runner = await asyncio.gather(*(self._blocks_of(record) for record in self._records))
+        return [found for blocks in per_runner for found in blocks]
+
+    def take_loop_times(self) -> LoopTimes:
+        """The worst delays of a runner's event loop since the last call."""
+        worst = self._worst
+        self._worst = LoopTimes()
+        return worst
 
     async def _attempt(self, record: RunnerRecord, task: GroupTask) -> tuple[GroupResult, SamplesRef] | None:
         """One attempt at a group on one runner; None if it must be tried again."""
@@ -194,7 +202,7 @@ class RunnerPool:
         runner = record.handle
         try:
             async with asyncio.timeout(self.silence_s):
-                states, lag_s = await runner.states.remote()
+                states, times = await runner.states.remote()
         except TimeoutError:
             loading = record.last_states is None and time.monotonic() - record.started < LOADING_S
             if not loading:
@@ -208,8 +216,20 @@ class RunnerPool:
             return []
         record.last_states = states
         record.restarts_since_answer = 0
-        self._worst_lag_s = max(self._worst_lag_s, lag_s)
+        self._worst = LoopTimes(
+            lag_s=max(self._worst.lag_s, times.lag_s),
+            blocked_s=max(self._worst.blocked_s, times.blocked_s),
+        )
         return states
+
+    async def _blocks_of(self, record: RunnerRecord) -> list[tuple[str, Block]]:
+        """None of a runner that is dead or does not answer: `states` takes care of it."""
+        try:
+            async with asyncio.timeout(BLOCKS_ANSWER_S):
+                blocks = await record.handle.blocks.remote()
+        except (TimeoutError, ObjectLostError, *DEAD):
+            return []
+        return [(f"runner{record.index}", block) for block in blocks]
 
     def _replace(self, record: RunnerRecord, lost: RunnerHandle, reason: str) -> None:
         """Start a new process in the place of `lost`. Raises `LostError` after too many restarts."""

@@ -5,14 +5,19 @@ from typing import Any
 
 import ray
 
+from molt.agents.loop_lag import Block
 from molt.rollout.agent_host import AgentHost
 from molt.rollout.group_task import GroupResult, GroupTask
 from molt.types import Sample
 
+WATCHED = "watched"
+"""The concurrency group of methods that answer while the agent blocks its event loop: it has another loop."""
+
 
 def _actor(host: type[AgentHost]) -> Any:
     """The Ray actor class; `Any`, for Ray types neither its options nor its handles."""
-    return ray.remote(max_concurrency=16384)(host)  # pyright: ignore[reportCallIssue]
+    options: dict[str, Any] = {"max_concurrency": 16384, "concurrency_groups": {WATCHED: 1}}
+    return ray.remote(**options)(host)
 
 
 @_actor
@@ -23,3 +28,8 @@ class RunnerWorker(AgentHost):
         """As `AgentHost.run_group`, and says where the samples are."""
         result, samples = await super().run_group(task)
         return replace(result, node=ray.get_runtime_context().get_node_id()), samples
+
+    @ray.method(concurrency_group=WATCHED)
+    async def blocks(self) -> list[Block]:
+        """As `AgentHost.blocks`."""
+        return await super().blocks()

@@ -7,14 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from molt.agents.loop_lag import Block, LoopLag
 from molt.types import Metric, OnEvent
 
 SHOWN_ROLLOUTS = 20
 """Rows of the table."""
-LAG_S = 0.05
-"""Between two measurements of an event loop's lag."""
 LOOK_S = 10.0
 """At most, between two looks at the rollouts."""
+BLOCKS_S = 2.0
+"""Between two questions to the runners which lines block them."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,22 @@ class RolloutState:
     """Since its last event."""
 
 
+@dataclass(frozen=True)
+class LoopTimes:
+    """The worst delays of a runner's event loop since its last answer, in seconds."""
+
+    lag_s: float = 0.0
+    blocked_s: float = 0.0
+    """The part of a lag in which the loop's thread was not waiting for a core."""
+
+
 class Runners(Protocol):
     """The runners as the watchdog sees them."""
 
     async def states(self) -> list[RolloutState]: ...
     def again(self, group_ids: set[str]) -> None: ...
-    def take_lag_s(self) -> float: ...
+    async def blocks(self) -> list[tuple[str, Block]]: ...
+    def take_loop_times(self) -> LoopTimes: ...
 
 
 class Watchdog:
@@ -70,6 +81,7 @@ class Watchdog:
         """Look, for ever. Waits for: the time. The pool replaces a runner that does not answer."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.lag.run())
+            tasks.create_task(self._record_blocks())
             while True:
                 await asyncio.sleep(min(self.silence_s / 4, LOOK_S))
                 self.look(await self.runners.states())
@@ -87,10 +99,19 @@ class Watchdog:
 
     def take_metrics(self) -> dict[str, Metric]:
         """The worst lags of driver and runners since the last call."""
+        runners = self.runners.take_loop_times()
         return {
             "perf/driver_lag_max": Metric(self.lag.take_s()),
-            "perf/runner_lag_max": Metric(self.runners.take_lag_s()),
+            "perf/runner_lag_max": Metric(runners.lag_s),
+            "perf/runner_blocked_max": Metric(runners.blocked_s),
         }
+
+    async def _record_blocks(self) -> None:
+        """An event for every line that blocks a runner, while it does; the runner prints it. For ever."""
+        while True:
+            await asyncio.sleep(BLOCKS_S)
+            for runner, block in await self.runners.blocks():
+                self.on_event("runner_blocked", runner=runner, at=block.place, seconds=round(block.seconds, 1))
 
     def _silent_s(self, states: Sequence[RolloutState]) -> float:
         """How long no rollout has made progress; the time of a repair does not count."""
@@ -114,26 +135,6 @@ class Watchdog:
         self.reported = False
         self.on_event("begun_again", groups=sorted(groups))
         self.runners.again(groups)
-
-
-class LoopLag:
-    """How much later than requested an event loop wakes a sleeper: code that blocks it blocks every rollout."""
-
-    def __init__(self) -> None:
-        self.worst_s = 0.0
-
-    async def run(self) -> None:
-        """Measure, for ever."""
-        while True:
-            asleep = time.monotonic()
-            await asyncio.sleep(LAG_S)
-            self.worst_s = max(self.worst_s, time.monotonic() - asleep - LAG_S)
-
-    def take_s(self) -> float:
-        """Seconds, the worst since the last call."""
-        worst = self.worst_s
-        self.worst_s = 0.0
-        return worst
 
 
 def table(states: Sequence[RolloutState]) -> str:

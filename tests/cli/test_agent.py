@@ -1,10 +1,12 @@
 """`molt agent check`: what one episode leaves, token by token."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 
+from molt.agents.loop_lag import BlockReporter
 from molt.cli.demo import build_model
 from molt.cli.main import main
 from tests.tiny import QWEN3, char_tokenizer, save_tiny
@@ -136,6 +138,41 @@ def test_an_episode_without_an_end_names_the_deadline(model, capsys, tmp_path):
     )
     assert main(["agent", "check", str(agent), "--model", model, "--timeout_s", "0.2"]) == 1
     assert "did not end within --timeout_s (=0.2)" in capsys.readouterr().err
+
+
+BLOCKS = """
+import time
+from molt.agents import ChatAgent, ChatAgentRunner, Result
+
+
+class Blocks(ChatAgent):
+    async def run(self, ctx):
+        {statement}
+        return Result(1.0)
+
+
+class AgentRunner(ChatAgentRunner):
+    def __init__(self):
+        super().__init__(Blocks)
+"""
+SYNCHRONOUS = "__import__('urllib.request').request.urlopen(ctx.openai_url + '/models', timeout=8)"
+
+
+@pytest.mark.parametrize("statement", ["time.sleep(8)", SYNCHRONOUS])
+def test_an_agent_that_blocks_its_event_loop_is_left_behind_with_its_line(
+    model, capsys, tmp_path, monkeypatch, statement
+):
+    """A synchronous client waits for a server in the loop that it blocks: no deadline of that loop can pass."""
+    monkeypatch.setattr(BlockReporter.__init__, "__defaults__", (0.5,))
+    agent = tmp_path / "blocks.py"
+    agent.write_text(BLOCKS.format(statement=statement))
+    started = time.monotonic()
+    assert main(["agent", "check", str(agent), "--model", model, "--timeout_s", "2"]) == 1
+    assert time.monotonic() - started < 7, "it waited for the agent"
+    warning, error = capsys.readouterr().err.splitlines()
+    assert warning.startswith(f"warning: {agent} has blocked its event loop at {agent}:8 for ")
+    assert error.startswith(f"error: {agent} blocked its event loop at {agent}:8: the episode did not end within")
+    assert "--timeout_s (=2)" in error and "asyncio.to_thread" in error
 
 
 SHOWS = """

@@ -36,7 +36,7 @@ def _check(capsys, extra: str = "", kind: str = "rl") -> tuple[int, list[str]]:
     return code, output.out.splitlines()
 
 
-@pytest.mark.parametrize(("kind", "lines"), [("rl", 6), ("sft", 4)])
+@pytest.mark.parametrize(("kind", "lines"), [("rl", 7), ("sft", 4)])
 def test_good_settings(kind, lines, run, capsys):
     code, shown = _check(capsys, kind=kind)
     assert code == 0

@@ -33,6 +33,24 @@ def test_a_step_shows_what_was_filtered_and_what_the_critic_explains():
     assert step_line(3, 12, metrics).plain == ("step  3/12  reward 0.500  kl 1.25e-02  explained 0.88  filtered 25.0%")
 
 
+def test_a_step_of_rl_shows_mixed_groups_and_three_numbers_of_the_agent():
+    """Sorted, without what molt counts for a ChatAgent; a long name is cut at 16 characters, and lr gives way."""
+    metrics = {
+        "rollout/reward": 0.5,
+        "rollout/mixed_groups": 0.25,
+        "train/lr": 1e-3,
+        "rollout/info/steps": 4.0,
+        "rollout/info/chat_requests": 2.0,
+        "rollout/info/format": 0.12345,
+        "rollout/info/answers_that_are_numbers": 1234.0,
+        "rollout/info/zeal": 1.0,
+    }
+    assert step_line(3, 12, metrics).plain == (
+        "step  3/12  reward 0.500  mixed 25%  answers_that_are 1.23e+03  format 0.123  steps 4"
+    )
+    assert "lr 1.0e-03" in step_line(3, 12, {"train/loss": 1.0, "train/lr": 1e-3}).plain, "SFT shows it"
+
+
 PIPED = """
 import sys
 from pathlib import Path

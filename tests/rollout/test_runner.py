@@ -22,7 +22,8 @@ from molt.rollout.engine_worker import Sampling
 from molt.rollout.group_task import GroupTask
 from molt.rollout.model_calls import RolloutKey, seed_of
 from molt.rollout.runner_pool import RunnerPool
-from molt.rollout.watchdog import RolloutState
+from molt.rollout.runner_worker import RunnerWorker
+from molt.rollout.watchdog import LoopTimes, RolloutState
 from molt.types import InfraFailure, PolicyFailure, Prompt, ReplaceGroup, Scored
 from tests.streams import turn_from
 from tests.tiny import END_ID
@@ -275,7 +276,8 @@ def test_a_blocked_event_loop_is_measured_from_the_first_look_on(host):
         await asyncio.sleep(0.1)
         return (await hosted.states())[1]
 
-    assert asyncio.run(main()) > 0.3
+    times = asyncio.run(main())
+    assert times.lag_s > 0.3 and times.blocked_s > 0.3
 
 
 def test_a_runner_is_given_what_its_own_limits_add_up_to():
@@ -450,7 +452,7 @@ def test_what_nobody_waits_for_any_more_is_not_in_flight(ray_session):
     @ray.remote(num_cpus=0)
     class Deaf:
         async def states(self):
-            return [RolloutState(group, 0, "runner0", "agent", 1, 99.0, 99.0) for group in ("0:1", "0:2")], 0.0
+            return [RolloutState(group, 0, "runner0", "agent", 1, 99.0, 99.0) for group in ("0:1", "0:2")], LoopTimes()
 
         async def run_group(self, task):
             await asyncio.sleep(60)
@@ -466,3 +468,46 @@ def test_what_nobody_waits_for_any_more_is_not_in_flight(ray_session):
         assert await pool.states() == []
 
     asyncio.run(main())
+
+
+BLOCKS = """
+import time
+from molt.agents import Env, StepEnvRunner
+
+
+class Blocks(Env):
+    async def reset(self, state):
+        time.sleep(300)
+        return state
+
+
+class AgentRunner(StepEnvRunner):
+    def __init__(self):
+        super().__init__(Blocks)
+"""
+
+
+@pytest.mark.ray
+def test_a_runner_says_which_line_blocks_it_while_it_does(ray_session, model_dir, tmp_path):
+    """`states` cannot answer then: it is in the loop that is blocked."""
+    agent = tmp_path / "agent.py"
+    agent.write_text(BLOCKS)
+    settings = RunnerSettings(str(agent), model_dir, PromptDataConfig(max_len=64), RolloutConfig(), seed=1)
+    runner = RunnerWorker.options(num_cpus=0).remote(settings, [], "runner0")
+
+    async def main():
+        await runner.states.remote()
+        runner.run_group.options(num_returns=2).remote(task())
+        async with asyncio.timeout(60):
+            while not (blocks := await runner.blocks.remote()):
+                await asyncio.sleep(0.2)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await runner.states.remote()
+        return blocks
+
+    try:
+        (block,) = asyncio.run(main())
+    finally:
+        ray.kill(runner)
+    assert block.place == f"{agent}:8" and 5.0 < block.seconds < 60.0

@@ -7,11 +7,12 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError, ObjectLostError
 
+from molt.agents.loop_lag import Block
 from molt.errors import LostError
 from molt.rollout import runner_pool
 from molt.rollout.group_task import GroupResult, GroupTask
 from molt.rollout.runner_pool import RunnerPool
-from molt.rollout.watchdog import RolloutState
+from molt.rollout.watchdog import LoopTimes, RolloutState
 from molt.types import InfraFailure, Prompt
 
 
@@ -22,8 +23,10 @@ class Handle:
         self.name = name
         self.results = []
         self.answer = []
+        self.blocked = []
         self.killed = False
         self.states = SimpleNamespace(remote=self._states)
+        self.blocks = SimpleNamespace(remote=self._blocks)
         self.ready = SimpleNamespace(remote=self._ready)
         self.run_group = SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=self._run_group))
 
@@ -39,7 +42,10 @@ class Handle:
             raise self.answer
         if self.answer is None:
             await asyncio.sleep(60)
-        return self.answer, 0.25
+        return self.answer, LoopTimes(lag_s=0.25, blocked_s=0.125)
+
+    async def _blocks(self):
+        return self.blocked
 
     async def _ready(self):
         pass
@@ -111,7 +117,8 @@ def test_a_runner_that_dies_is_replaced_once_for_all_its_groups(world, capsys):
         pool = world.pool(1, attempts=2)
         groups = await started(pool, [0, 1])
         world.handles[0].answer = [state("0:0")]
-        assert [found.group_id for found in await pool.states()] == ["0:0"] and pool.take_lag_s() == 0.25
+        assert [found.group_id for found in await pool.states()] == ["0:0"]
+        assert pool.take_loop_times() == LoopTimes(0.25, 0.125) and pool.take_loop_times() == LoopTimes(0.0, 0.0)
         for result in world.handles[0].results:
             result.set_exception(ActorDiedError())
         await asyncio.sleep(0.01)
@@ -175,5 +182,14 @@ def test_an_answer_resets_the_count_of_restarts(world):
             world.handles[-1].answer = []
             await pool.states()
         assert len(world.handles) == 4
+
+    asyncio.run(main())
+
+
+def test_what_blocks_a_runner_is_told_with_the_runner(world):
+    async def main():
+        pool = world.pool(2)
+        world.handles[1].blocked = [Block("agent.py:7", 6.0)]
+        assert await pool.blocks() == [("runner1", Block("agent.py:7", 6.0))]
 
     asyncio.run(main())

@@ -1,7 +1,9 @@
 """The watchdog: when silence is silence, and what its table says."""
 
+import asyncio
 import time
 
+from molt.agents.loop_lag import Block
 from molt.rollout.watchdog import RolloutState, Watchdog, table
 
 
@@ -15,6 +17,12 @@ class Runners:
 
     def again(self, group_ids):
         self.begun_again.append(group_ids)
+
+    async def states(self):
+        return []
+
+    async def blocks(self):
+        return [("runner1", Block("/agent.py:7", 6.04))]
 
 
 def watchdog(repairing=lambda: False, patience_s=0.0):
@@ -61,3 +69,17 @@ def test_waiting_for_an_engine_that_is_restarted_is_no_silence():
 def test_a_long_table_says_how_many_it_leaves_out():
     rows = table([state(f"0:{i}", i) for i in range(23)]).splitlines()
     assert len(rows) == 22 and "0:22:0" in rows[1] and rows[-1] == "  and 3 more"
+
+
+def test_a_line_that_blocks_a_runner_is_an_event(monkeypatch):
+    monkeypatch.setattr("molt.rollout.watchdog.BLOCKS_S", 0.01)
+    dog, _, events = watchdog()
+
+    async def main():
+        running = asyncio.create_task(dog.run())
+        while not events:
+            await asyncio.sleep(0.005)
+        running.cancel()
+
+    asyncio.run(asyncio.wait_for(main(), 10))
+    assert events[0] == ("runner_blocked", {"runner": "runner1", "at": "/agent.py:7", "seconds": 6.0})
