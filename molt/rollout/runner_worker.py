@@ -16,8 +16,11 @@ WATCHED = "watched"
 
 def _actor(host: type[AgentHost]) -> Any:
     """The Ray actor class; `Any`, for Ray types neither its options nor its handles."""
-    options: dict[str, Any] = {"max_concurrency": 16384, "concurrency_groups": {WATCHED: 1}}
-    return ray.remote(**options)(host)
+    remote: Any = ray.remote
+    return remote(max_concurrency=16384, concurrency_groups={WATCHED: 1})(host)
+
+
+_watched: Any = ray.method(concurrency_group=WATCHED)
 
 
 @_actor
@@ -29,7 +32,7 @@ class RunnerWorker(AgentHost):
         result, samples = await super().run_group(task)
         return replace(result, node=ray.get_runtime_context().get_node_id()), samples
 
-    @ray.method(concurrency_group=WATCHED)
+    @_watched
     async def blocks(self) -> list[Block]:
         """As `AgentHost.blocks`."""
         return await super().blocks()
