@@ -1,8 +1,40 @@
-"""What a user imports to write an agent."""
+"""What a user imports to write an agent, or a scorer."""
 
-from molt.agents.chat_runner import ChatAgent, ChatAgentRunner, ChatContext
-from molt.agents.env import Env, Result
-from molt.agents.step_runner import StepEnvRunner
-from molt.types import PolicyFailure
+import importlib
+from typing import TYPE_CHECKING
 
-__all__ = ["ChatAgent", "ChatAgentRunner", "ChatContext", "Env", "PolicyFailure", "Result", "StepEnvRunner"]
+if TYPE_CHECKING:
+    from molt.agents.chat_runner import ChatAgent, ChatAgentRunner, ChatContext
+    from molt.agents.env import Env, Result
+    from molt.agents.step_runner import StepEnvRunner
+    from molt.agents.trajectory import Trajectory
+    from molt.types import PolicyFailure
+
+__all__ = [
+    "ChatAgent",
+    "ChatAgentRunner",
+    "ChatContext",
+    "Env",
+    "PolicyFailure",
+    "Result",
+    "StepEnvRunner",
+    "Trajectory",
+]
+
+_HOMES = {
+    "ChatAgent": "molt.agents.chat_runner",
+    "ChatAgentRunner": "molt.agents.chat_runner",
+    "ChatContext": "molt.agents.chat_runner",
+    "Env": "molt.agents.env",
+    "PolicyFailure": "molt.types",
+    "Result": "molt.agents.env",
+    "StepEnvRunner": "molt.agents.step_runner",
+    "Trajectory": "molt.agents.trajectory",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Imported at the first use: the process of a scorer needs `Result` alone, and so it starts at once."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

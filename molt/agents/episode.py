@@ -15,7 +15,7 @@ from molt.chat.chat_renderer import ChatRenderer
 from molt.chat.render import Renderer
 from molt.chat.tree import Tree
 from molt.errors import AgentError
-from molt.types import InfraFailure, Media, PolicyFailure, Prompt, Sample, Scored, Turn
+from molt.types import InfraFailure, Json, Media, PolicyFailure, Prompt, Sample, Scored, Turn
 
 NOTHING_EARNED = Scored(0.0, 0.0)
 
@@ -77,6 +77,10 @@ class Episode:
     """None: the turns are one stream."""
     tree: Tree | None = None
     """Of a `ChatAgent`."""
+    messages: list[Json] = field(default_factory=list)
+    """Of an `Env`: the conversation so far."""
+    returned_info: Json = field(default_factory=dict)
+    """All that `Result.info` had, by key."""
     _reward: float = 0.0
     """Sum of the rewards so far."""
     _score: float | None = None
@@ -90,6 +94,7 @@ class Episode:
 
         score = self._reward if self._score is None else self._score
         self.outcome = Scored(self._reward, score)
+        self.returned_info.update(result.info)
         for name, value in result.info.items():
             if isinstance(value, Real):
                 self.info[name] = float(value)

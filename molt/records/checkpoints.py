@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,6 +13,10 @@ from molt.rollout.buffer import load_buffer, save_buffer
 from molt.rollout.runner_pool import own
 from molt.train.checkpoint import begin, commit, latest_checkpoint, prune, removing
 from molt.types import Group, OnEvent, Prompt
+
+UNSCORED = "unscored"
+"""A folder of a checkpoint: the groups that waited for scores, as in the buffer. A molt that does not know it starts
+their prompts again, since they are in flight in the ledger."""
 
 Export = Callable[[Path], Awaitable[None]]
 """Writes the policy as a Hugging Face model directory."""
@@ -95,8 +100,11 @@ class Checkpoints:
         """
         await self.ranks.load(path)
         groups = _load_groups(path, stream)
+        unscored = []
+        if (path / UNSCORED).is_dir():
+            unscored = [_as_unscored(group) for group in _load_groups(path / UNSCORED, stream)]
         places = [stream.index(group.prompt.epoch, group.prompt.position) for group in groups]
-        state = read_state(path, groups, places, batch_size)
+        state = read_state(path, groups, places, batch_size, unscored)
         self.saved = state.step
         return state
 
@@ -109,7 +117,8 @@ class Checkpoints:
         with removing(aside):
             await self.ranks.written(aside)
             samples = [await group.samples for group in state.finished]
-            path = await asyncio.to_thread(_commit, aside, state, samples)
+            unscored = [await group.samples for group in state.unscored]
+            path = await asyncio.to_thread(_commit, aside, state, samples, unscored)
             await asyncio.to_thread(self._prune)
         self.completed += 1
         self.on_event("checkpoint", step=state.step, path=str(path), buffered=len(state.finished))
@@ -119,11 +128,22 @@ class Checkpoints:
             prune(self.folder, self.config.max_num, self.config.max_mem * 2**30, self._protected)
 
 
-def _commit(aside: Path, state: RunState, samples: Sequence[Any]) -> Path:
-    """Write the driver's files and complete the checkpoint. It flushes every file, so it runs in a thread."""
+def _commit(aside: Path, state: RunState, samples: Sequence[Any], unscored: Sequence[Any]) -> Path:
+    """Write the driver's files and complete the checkpoint. It flushes every file, so it runs in a thread.
+
+    samples, unscored: the samples of the finished and of the unscored groups.
+    """
     save_buffer(aside, state.finished, samples)
+    if state.unscored:
+        (aside / UNSCORED).mkdir()
+        save_buffer(aside / UNSCORED, state.unscored, unscored)
     (aside / FILE).write_text(state.to_json())
     return commit(aside)
+
+
+def _as_unscored(group: Group) -> Group:
+    """The group before its scores are there."""
+    return replace(group, rollouts=[], unscored=group.rollouts)
 
 
 def _load_groups(path: Path, stream: PromptStream) -> list[Group]:

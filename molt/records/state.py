@@ -38,9 +38,11 @@ class RunState:
     """`RunSpec.checkpoint_identity` of the run."""
     finished: tuple[Group, ...] = ()
     """The buffer: finished groups that are not trained yet."""
+    unscored: tuple[Group, ...] = ()
+    """Groups in flight of which nothing but scores is missing."""
 
     def to_json(self) -> str:
-        """The text of `loop.json`; the finished groups are files of their own (`rollout/buffer.py`)."""
+        """The text of `loop.json`; the groups are files of their own (`rollout/buffer.py`)."""
         return to_json(
             {
                 "step": self.step,
@@ -55,8 +57,14 @@ class RunState:
         )
 
 
-def read_state(checkpoint: Path, finished: Sequence[Group], places: Sequence[int], batch_size: int) -> RunState:
-    """The state in a checkpoint, with these finished groups. Raises `CheckpointError` for a newer format.
+def read_state(
+    checkpoint: Path,
+    finished: Sequence[Group],
+    places: Sequence[int],
+    batch_size: int,
+    unscored: Sequence[Group] = (),
+) -> RunState:
+    """The state in a checkpoint, with these finished and unscored groups. Raises `CheckpointError` for a newer format.
 
     places: of the finished groups in the prompt stream. batch_size: `rollout.batch_size`. They stand in for a position
     that an old checkpoint does not have.
@@ -78,6 +86,7 @@ def read_state(checkpoint: Path, finished: Sequence[Group], places: Sequence[int
         ledger=ledger,
         identity=saved["data"],
         finished=tuple(finished),
+        unscored=tuple(unscored),
     )
 
 

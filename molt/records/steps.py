@@ -142,7 +142,19 @@ def rollout_metrics(group: Group) -> dict[str, Metric]:
         "rollout/mixed_groups": Metric(len(distinct_rewards) > 1),
         "timing/rollout_s": Metric(sum(rollout.duration_s for rollout in rollouts), n),
     }
-    return merge([metrics, *(_info_metrics(rollout) for rollout in rollouts)])
+    return merge([metrics, scoring_metrics(rollouts), *(_info_metrics(rollout) for rollout in rollouts)])
+
+
+def scoring_metrics(rollouts: Sequence[RolloutInfo]) -> dict[str, Metric]:
+    """What a scorer and its cache did for these rollouts; {} without one."""
+    scorings = [rollout.scoring for rollout in rollouts if rollout.scoring is not None]
+    if not scorings:
+        return {}
+    metrics = {"timing/score_s": Metric(sum(scoring.seconds for scoring in scorings), len(scorings))}
+    hits = [scoring.is_cached for scoring in scorings if scoring.is_cached is not None]
+    if hits:
+        metrics["rollout/score_cached"] = Metric(sum(hits), len(hits))
+    return metrics
 
 
 def rollout_rows(

@@ -15,7 +15,18 @@ import numpy as np
 from molt.checkpoint_files import FORMAT, NUMBER, read_json, require_known_format, with_defaults, write_json
 from molt.errors import CheckpointError
 from molt.rollout.samples import describe
-from molt.types import Group, InfraFailure, Json, PolicyFailure, Prompt, RolloutInfo, Sample, SampleInfo, Scored
+from molt.types import (
+    Group,
+    Json,
+    Outcome,
+    PolicyFailure,
+    Prompt,
+    RolloutInfo,
+    Sample,
+    SampleInfo,
+    Scored,
+    Unscored,
+)
 
 RolloutSamples = list[list[Sample]]
 """The samples of one group, `[rollout][segment]`."""
@@ -28,7 +39,7 @@ COLUMNS = ("token_ids", "versions", "logprobs")
 
 
 def save_buffer(directory: Path, groups: Sequence[Group], samples: Sequence[RolloutSamples]) -> None:
-    """Write the finished `groups` and their samples, `[group][rollout][segment]`."""
+    """Write finished `groups`, or unscored ones, and their samples, `[group][rollout][segment]`."""
     _write_arrays(directory / ARRAYS, samples)
     records = [_group_record(group) for group in groups]
     write_json(directory / RECORDS, {"groups": records})
@@ -118,13 +129,14 @@ class _SampleReader:
 
 
 def _group_record(group: Group) -> Json:
-    if not group.finished:
-        raise ValueError(f"group {group.prompt.group_id} is still running: only finished groups have records")
+    rollouts = group.rollouts or group.unscored
+    if not rollouts:
+        raise ValueError(f"group {group.prompt.group_id} is still running: it has no records yet")
     return {
         "epoch": group.prompt.epoch,
         "position": group.prompt.position,
         "start_step": group.start_step,
-        "rollouts": [_rollout_record(rollout) for rollout in group.rollouts],
+        "rollouts": [_rollout_record(rollout) for rollout in rollouts],
     }
 
 
@@ -142,12 +154,14 @@ def _rollout_record(rollout: RolloutInfo) -> Json:
     }
 
 
-def _outcome_record(outcome: Scored | PolicyFailure | InfraFailure) -> Json:
+def _outcome_record(outcome: Outcome) -> Json:
+    if isinstance(outcome, Unscored):
+        return {"trajectory": outcome.trajectory}
     if isinstance(outcome, PolicyFailure):
         return {"reward": outcome.reward, "reason": outcome.reason}
     if isinstance(outcome, Scored):
         return {"reward": outcome.reward, "score": outcome.score}
-    raise ValueError(f"a rollout failed ({outcome.reason}): its group is not finished and has no record")
+    raise ValueError(f"a rollout failed ({outcome.reason}): its group has no record")
 
 
 def _load_rollout(
@@ -183,7 +197,9 @@ def _load_rollout(
     return rollout, segments
 
 
-def _load_outcome(path: Path, saved: Json) -> Scored | PolicyFailure:
+def _load_outcome(path: Path, saved: Json) -> Scored | PolicyFailure | Unscored:
+    if "trajectory" in saved:
+        return Unscored(saved["trajectory"])
     record = with_defaults(saved, "buffer.json outcome", path)
     reward = record["reward"]
     if record["reason"] is not None:

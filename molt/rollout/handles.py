@@ -58,7 +58,9 @@ class EngineHandle(Protocol):
 class RunGroupCall(Protocol):
     """`AgentHost.run_group`, whose two values come as two references."""
 
-    def remote(self, task: GroupTask) -> "tuple[ObjectRef[GroupResult], ObjectRef[list[list[Sample]]]]": ...
+    def remote(
+        self, task: GroupTask, begun: GroupResult | None = None, samples: "ObjectRef | tuple[()]" = (), /
+    ) -> "tuple[ObjectRef[GroupResult], ObjectRef[list[list[Sample]]]]": ...
 
 
 class RunGroupMethod(Protocol):
@@ -76,6 +78,8 @@ class RunnerHandle(Protocol):
     def states(self) -> RemoteMethod[[], tuple[list[RolloutState], float]]: ...
     @property
     def run_group(self) -> RunGroupMethod: ...
+    @property
+    def score_group(self) -> "RemoteMethod[[GroupTask, GroupResult, ObjectRef], GroupResult]": ...
 
 
 def last_line(error: Exception) -> str:
