@@ -45,9 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("file", metavar="FILE", help="the agent file, as in --train.agent_path")
     parser.add_argument("--model", required=True, help="a model whose tokenizer and template are used; no weights")
     parser.add_argument("--answer", action="append", help=ANSWER_HELP)
-    parser.add_argument(
-        "--scorer", metavar="FILE", help="a scorer, as in --reward.scorer: its reward replaces the agent's"
-    )
+    parser.add_argument("--scorer", metavar="FILE", help="a scorer, as in --reward.scorer, that gives the reward")
     parser.add_argument("--tools", metavar="FILE", help="a JSON file: the list of tools that the model is offered")
     parser.add_argument("--no_chat", action="store_true", help="the prompt is plain text, without a chat template")
     parser.add_argument("--max_len", type=int, default=4096, help="the context in tokens, as --data.max_len")
@@ -155,10 +153,11 @@ async def _score(
     samples = episode.samples
     if samples is None:
         samples = [to_sample(episode.turns)] if episode.turns else []
-    if context.chat is None:
-        context = dataclasses.replace(context, chat=load_chat_renderer(arguments.model, None))
     stage = RewardStage(scorer, RewardConfig(scorer_timeout_s=arguments.timeout_s))
     try:
+        facts = await stage.pool.facts()
+        if facts.wants_judge and context.chat is None:
+            context = dataclasses.replace(context, chat=load_chat_renderer(arguments.model, None))
         trajectory = as_json(trajectory_of(context.prompt, episode, samples))
         grade = await stage.score(trajectory, functools.partial(runner.judge_url, context), [])
     except InfraFailure as failure:

@@ -331,7 +331,7 @@ def test_a_file_that_is_no_scorer_is_refused(scorer, source, message):
 
 def test_a_missing_file_names_the_nearest(scorer, tmp_path):
     scorer(SYNC)
-    with pytest.raises(AgentError, match="is not a file.*Did you mean 'scorer.py'"):
+    with pytest.raises(AgentError, match=r"is not a file.*Did you mean 'scorer\.py'"):
         asyncio.run(inspect_scorer(str(tmp_path / "scorr.py")))
 
 
