@@ -3,9 +3,9 @@
     python benchmarks/scorer_lag.py [--seconds 10] [--repeats 3] [--scorers 2]
 
 A runner's event loop plays simulated model calls: 256 sleepers that each wake every 5 ms and do a little work. Then the
-same, while every process of a scorer pool is busy with a synchronous scorer that never yields, `sum(range(...))`, and new
-trajectories wait for each. Lag: how much later than requested a sleeper of 10 ms wakes, the 99th percentile, since that
-is what a rollout notices.
+same, while every process of a scorer pool is busy with a synchronous scorer that never yields, `sum(range(...))`, and
+new trajectories wait for each. Lag: how much later than requested a sleeper of 10 ms wakes, the 99th percentile, since
+that is what a rollout notices.
 
 Last line: `scorer_lag ratio=LAG_WITH/LAG_WITHOUT`. At most 1.5 is asked for.
 """

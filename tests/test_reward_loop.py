@@ -108,8 +108,8 @@ def test_scorers_that_misbehave_cost_their_groups_alone(ray_session, scored, tmp
 
 def test_an_evaluation_is_scored_too(ray_session, scored, tmp_path):
     held_out = write_prompts(tmp_path / "held_out.jsonl", 6, {2: "raise"})
-    config = scored("out", "--eval.eval_only", "--eval.dataset", held_out, "--reward.cache_dir", str(tmp_path / "scores"),
-                    "--rollout.max_retries", "0")  # fmt: skip
+    more = ("--eval.eval_only", "--eval.dataset", held_out, "--reward.cache_dir", str(tmp_path / "scores"))
+    config = scored("out", *more, "--rollout.max_retries", "0")
     measured = []
     for _ in range(2):
         answers, _ = asyncio.run(drive_evaluation(resolve_evaluation(config), FakeEngineWorker))

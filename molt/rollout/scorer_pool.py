@@ -98,6 +98,8 @@ class ScorerProcess:
         self.is_gone = False
         self.is_retiring = False
         """It gets no further calls."""
+        self.promised = 0
+        """Places that belong to calls which have not begun."""
         self._served = 0
         self._process: asyncio.subprocess.Process | None = None
         self._loaded_bytes = 0
@@ -111,7 +113,7 @@ class ScorerProcess:
         limit = 1
         if self._is_loaded() and self.facts.result().overlaps:
             limit = OVERLAP
-        return limit - len(self.calls)
+        return limit - len(self.calls) - self.promised
 
     @property
     def pid(self) -> int | None:
@@ -255,7 +257,8 @@ class ScorerPool:
         self.digest = file_digest(path)
         """Of the file as the run began; another one would give other scores."""
         self._processes: list[ScorerProcess] = []
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._known: ScorerFacts | None = None
+        self._waiting: deque[asyncio.Future[ScorerProcess]] = deque()
         """Calls without a process, the first first."""
         self._alone = asyncio.Semaphore(self.size)
         """For processes that have one call and end with it."""
@@ -268,11 +271,13 @@ class ScorerPool:
 
     async def facts(self) -> ScorerFacts:
         """What the scorer is, from the first process. Raises `InfraFailure` if it cannot be loaded."""
-        processes = self.processes or [self._start()]
-        try:
-            return self._checked(await processes[0].loaded())
-        except ProcessGoneError as gone:
-            raise InfraFailure(gone.reason, gone.detail) from None
+        if self._known is None:
+            processes = self.processes or [self._start()]
+            try:
+                self._known = self._checked(await processes[0].loaded())
+            except ProcessGoneError as gone:
+                raise InfraFailure(gone.reason, gone.detail) from None
+        return self._known
 
     async def call(self, trajectory: str, judge_url: str | None = None) -> Json:
         """The scorer's message for a trajectory (`agents/scorer_process.py`).
@@ -297,17 +302,27 @@ class ScorerPool:
 
     async def _with_room(self) -> ScorerProcess:
         """A process that can take one more call. Calls are served in their order."""
-        while True:
+        process = None
+        if not self._waiting:
             process = self._find_room()
-            if process is not None:
-                return process
-            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.append(turn)
-            try:
-                await turn
-            except asyncio.CancelledError:
+        while process is None or process.is_gone:
+            process = await self._turn()
+        return process
+
+    async def _turn(self) -> ScorerProcess:
+        """A process, as soon as one has room and all calls before have one."""
+        turn: asyncio.Future[ScorerProcess] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        self._next_turns()
+        try:
+            process = await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                turn.result().promised -= 1
                 self._next_turns()
-                raise
+            raise
+        process.promised -= 1
+        return process
 
     def _find_room(self) -> ScorerProcess | None:
         """The least busy process with room, or a new one while there may be more."""
@@ -325,14 +340,16 @@ class ScorerPool:
         return process
 
     def _next_turns(self) -> None:
-        """Wake as many waiting calls as there is room for."""
-        processes = self.processes
-        room = sum(process.room for process in processes) + self.size - len(processes)
-        while self._waiting and room > 0:
-            turn = self._waiting.popleft()
-            if not turn.done():
-                turn.set_result(None)
-                room -= 1
+        """Give the room that there is to the calls that wait."""
+        while self._waiting:
+            if self._waiting[0].done():  # nobody waits for it any more
+                self._waiting.popleft()
+                continue
+            process = self._find_room()
+            if process is None:
+                return
+            process.promised += 1
+            self._waiting.popleft().set_result(process)
 
     async def _by_itself(self, request: Json) -> Json:
         """The call in a process of its own."""
@@ -448,9 +465,9 @@ async def _read(stream: asyncio.StreamReader) -> Json | None:
     try:
         head = await stream.readexactly(LENGTH.size)
         body = await stream.readexactly(LENGTH.unpack(head)[0])
-    except (asyncio.IncompleteReadError, ConnectionError):
+        return json.loads(body)
+    except (asyncio.IncompleteReadError, ConnectionError, ValueError):
         return None
-    return json.loads(body)
 
 
 def _calls(process: ScorerProcess) -> int:
