@@ -556,6 +556,18 @@ BROKEN = [
         "nothing would be clipped",
         "--actor.eps_clip_low_high 3e-4 4e-4",
     ),
+    *(
+        (
+            row(RL.reward.cache_dir),
+            command,
+            f"--reward.{flag}",
+            [f"(={value})", "(=None)"],
+            "there is no scorer",
+            "--reward.scorer FILE.py",
+        )
+        for command in ("rl", "eval")
+        for flag, value in (("num_scorers 3", "3"), ("cache_dir scores", "scores"), ("scorer_timeout_s 5", "5.0"))
+    ),
     (
         row(RL.reward.overlong_penalty_factor),
         "rl",

@@ -200,7 +200,7 @@ def test_a_group_that_waits_for_scores_holds_an_open_slot_and_no_generation_slot
 
 def test_a_group_that_fails_or_is_filtered_while_it_is_scored_leaves_the_tally():
     async def main():
-        async with Running(Stream(20), Scorers()) as run:
+        async with Running(Stream(20), Scorers(), vllm_generate_batch_size=4) as run:
             run.runners.rolled_out(0, 1, 2)
             await run.runners.fail(0, InfraFailure("runner", "died"))
             await run.runners.end(1, outcomes=(GOOD, InfraFailure("scorer_exit", "gone")))
@@ -213,7 +213,7 @@ def test_a_group_that_fails_or_is_filtered_while_it_is_scored_leaves_the_tally()
 
 def test_drain_waits_for_scores_too():
     async def main():
-        async with Running(Stream(20), Scorers()) as run:
+        async with Running(Stream(20), Scorers(), vllm_generate_batch_size=4) as run:
             run.runners.rolled_out(0, 1, 2, 3)
             drained = asyncio.create_task(run.producer.drain())
             await run.runners.end(0, 1, 2)
@@ -226,7 +226,7 @@ def test_drain_waits_for_scores_too():
 
 def test_a_group_that_waits_for_scores_is_continued_after_a_resume():
     async def main():
-        async with Running(Stream(20), Scorers()) as run:
+        async with Running(Stream(20), Scorers(), vllm_generate_batch_size=4) as run:
             await run.runners.end(1)
             run.runners.rolled_out(0, 3)
             lost = rollouts(Prompt(0, 2, 0, None, "x"), [Unscored("{}"), InfraFailure("timeout")])
@@ -236,7 +236,7 @@ def test_a_group_that_waits_for_scores_is_continued_after_a_resume():
         assert ledger["in_flight"] == [0, 2, 3] and [group.prompt.position for group in unscored] == [0, 3]
 
         restore = (ledger, finished, 0, unscored)
-        async with Running(Stream(20), Scorers(), restore=restore) as again:
+        async with Running(Stream(20), Scorers(), vllm_generate_batch_size=4, restore=restore) as again:
             assert sorted(again.runners.started) == [0, 2, 3]
             assert again.runners.begun[2] is None
             for position in (0, 3):
