@@ -3,9 +3,9 @@
     python benchmarks/scorer_lag.py [--seconds 10] [--repeats 5] [--scorers 2]
 
 The loop plays 64 simulated rollouts: each waits 0.2 to 0.4 s for a model call, then takes 1 ms of the loop, as for a
-template and a tokenizer. Then the same while every process of a scorer pool is busy with a synchronous scorer that never
-yields, and as many trajectories wait. Lag: the worst in a second, as `perf/runner_lag_max` has it (`LoopLag`); the
-median of these seconds. Seconds with and without scorers take turns, so that another load of the machine falls on both.
+template and a tokenizer. Then the same while every process of a scorer pool is busy with a synchronous scorer that
+never yields, and as many trajectories wait. Lag: the worst in a second, as `perf/runner_lag_max` has it (`LoopLag`);
+the median of these seconds. Seconds with and without scorers take turns: another load of the machine falls on both.
 
 Last line: `scorer_lag ratio=LAG_WITH/LAG_WITHOUT`. At most 1.5 is asked for.
 """
