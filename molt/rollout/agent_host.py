@@ -131,10 +131,10 @@ class AgentHost:
         try:
             await group.until_none_is(stage)
         except BaseException:
-            del self._groups[group.key]
+            self._groups.pop(group.key, None)
             raise
         if group.is_finished:
-            del self._groups[group.key]
+            self._groups.pop(group.key, None)
 
     def _unusable(self, task: GroupTask) -> str | None:
         """Why the prompt cannot be rolled out, or None."""
