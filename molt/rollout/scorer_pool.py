@@ -199,6 +199,8 @@ class ScorerProcess:
         except TimeoutError:
             self.kill("scorer_start", f"{self.path} was not imported within {START_S:.0f} s")
             return
+        if self.is_gone:
+            return
         if first is None:
             self.kill("scorer_start", f"{self.path} ended its process when it was imported{await self._exit()}")
             return
