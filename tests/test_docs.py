@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from molt.agents.load import load_runner
+from molt.agents.scorer_process import load_scorer
 from molt.algo import advantage, loss
 from molt.cli.args import flags
 from molt.config import RLConfig
@@ -166,6 +167,17 @@ AGENT_EXAMPLES = [
 def test_agents_in_the_documents_can_be_loaded(source, tmp_path):
     (tmp_path / "agent.py").write_text(source)
     load_runner(str(tmp_path / "agent.py"))
+
+
+def test_scorers_in_the_documents_can_be_loaded(tmp_path):
+    sources = [block for page in DOCS for block in blocks(page, "python") if "def score(" in block]
+    assert len(sources) == 2
+    loaded = []
+    for number, source in enumerate(sources):
+        path = tmp_path / f"scorer{number}.py"
+        path.write_text(source)
+        loaded.append(load_scorer(str(path)))
+    assert [(scorer.wants_judge, scorer.overlaps) for scorer in loaded] == [(False, False), (True, True)]
 
 
 def test_the_plug_ins_in_the_documents_are_the_examples():

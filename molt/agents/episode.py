@@ -80,6 +80,10 @@ class Episode:
     """None: the turns are one stream."""
     tree: Tree | None = None
     """Of a `ChatAgent`."""
+    messages: list[Json] = field(default_factory=list)
+    """Of an `Env`: the conversation so far."""
+    returned_info: Json = field(default_factory=dict)
+    """All that `Result.info` had, by key."""
     _reward: float = 0.0
     """Sum of the rewards so far."""
     _score: float | None = None
@@ -98,6 +102,7 @@ class Episode:
 
         score = self._reward if self._score is None else self._score
         self.outcome = Scored(self._reward, score)
+        self.returned_info.update(result.info)
         for name, value in result.info.items():
             if isinstance(value, Real):
                 self.info[name] = float(value)

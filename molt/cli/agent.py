@@ -7,6 +7,7 @@ The model says what `--answer` says. The prompt and the label are those of `--pr
 import argparse
 import asyncio
 import dataclasses
+import functools
 import itertools
 import json
 from pathlib import Path
@@ -44,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("file", metavar="FILE", help="the agent file, as in --train.agent_path")
     parser.add_argument("--model", required=True, help="a model whose tokenizer and template are used; no weights")
     parser.add_argument("--answer", action="append", help=ANSWER_HELP)
+    parser.add_argument("--scorer", metavar="FILE", help="a scorer, as in --reward.scorer, that gives the reward")
     parser.add_argument("--tools", metavar="FILE", help="a JSON file: the list of tools that the model is offered")
     parser.add_argument("--no_chat", action="store_true", help="the prompt is plain text, without a chat template")
     parser.add_argument("--max_len", type=int, default=4096, help="the context in tokens, as --data.max_len")
@@ -71,10 +73,11 @@ ANSWER_HELP = (
 
 async def _check(arguments: argparse.Namespace) -> int:
     from molt.agents.chat_runner import ChatAgentRunner
-    from molt.agents.load import load_runner
+    from molt.agents.load import load_runner, scorer_of
     from molt.agents.step_runner import EpisodeContext
     from molt.chat.chat_renderer import load_chat_renderer
     from molt.cli.observations import ObservingRenderer
+    from molt.types import Scored
 
     runner = load_runner(arguments.file)
     is_chat_agent = isinstance(runner, ChatAgentRunner)
@@ -102,6 +105,9 @@ async def _check(arguments: argparse.Namespace) -> int:
         call_freely=model.answer,
     )
     episode = await _play(runner, context, arguments)
+    scorer = scorer_of(arguments.file, arguments.scorer)
+    if scorer is not None and isinstance(episode.outcome, Scored):
+        await _score(scorer, runner, context, episode, arguments)
     print(_report(episode, renderer))
     renderer.warn_of_lost_text()
     return 0
@@ -137,6 +143,36 @@ async def _play(runner: "Runner", context: "EpisodeContext", arguments: argparse
             f"{agent} raised {described(error)} at {raised_at(error)}. The rollout would fail in a run, and be "
             "retried. Fix that line; `PolicyFailure` is for what the model did wrong."
         ) from error
+
+
+async def _score(
+    scorer: str, runner: "Runner", context: "EpisodeContext", episode: "Episode", arguments: argparse.Namespace
+) -> None:
+    """Give the episode the reward of the scorer. Raises a MoltError for what would fail a score in a run."""
+    from molt.chat.chat_renderer import load_chat_renderer
+    from molt.config import RewardConfig
+    from molt.rollout.reward import RewardStage, as_json, trajectory_of
+    from molt.rollout.samples import to_sample
+    from molt.types import InfraFailure
+
+    samples = episode.samples
+    if samples is None:
+        samples = [to_sample(episode.turns)] if episode.turns else []
+    stage = RewardStage(scorer, RewardConfig(scorer_timeout_s=arguments.timeout_s))
+    try:
+        facts = await stage.pool.facts()
+        if facts.wants_judge and context.chat is None:
+            context = dataclasses.replace(context, chat=load_chat_renderer(arguments.model, None))
+        trajectory = as_json(trajectory_of(context.prompt, episode, samples))
+        grade = await stage.score(trajectory, functools.partial(runner.judge_url, context), [])
+    except InfraFailure as failure:
+        raise AgentError(
+            f"{scorer}: {failure.reason}: {failure.detail}. The score would fail in a run. Fix the scorer."
+        ) from failure
+    finally:
+        await stage.close()
+    episode.outcome = grade.outcome
+    episode.info.update(grade.info)
 
 
 # The prompt.

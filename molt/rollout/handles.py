@@ -62,7 +62,9 @@ class EngineHandle(Protocol):
 class RunGroupCall(Protocol):
     """`AgentHost.run_group`, whose two values come as two references."""
 
-    def remote(self, task: GroupTask) -> "tuple[ObjectRef[GroupResult], SamplesRef]": ...
+    def remote(
+        self, task: GroupTask, begun: GroupResult | None = None, samples: "SamplesRef | tuple[()]" = (), /
+    ) -> "tuple[ObjectRef[GroupResult], SamplesRef]": ...
 
 
 class RunGroupMethod(Protocol):
@@ -80,6 +82,8 @@ class RunnerHandle(Protocol):
     def states(self) -> RemoteMethod[[], tuple[list[RolloutState], float]]: ...
     @property
     def run_group(self) -> RunGroupMethod: ...
+    @property
+    def score_group(self) -> RemoteMethod[[GroupTask, GroupResult, SamplesRef], GroupResult]: ...
 
 
 class ReadArraysCall(Protocol):
