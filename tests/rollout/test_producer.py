@@ -215,6 +215,10 @@ def test_a_group_that_waits_for_scores_holds_an_open_slot_and_no_generation_slot
             assert run.runners.started == [0, 1, 2, 3, 4]  # 3 and 4 generate, and one more may be open
             run.runners.rolled_out(2, sampling=(0,))  # its score failed: it generates again
             assert (run.producer.tally.scoring, run.producer.tally.generating) == (0, 3)
+            run.runners.rolled_out(3)
+            run.runners.progress[3](GroupResult([]), None)  # its arrays are lost: it starts again
+            assert (run.producer.tally.scoring, run.producer.tally.generating) == (0, 3)
+            assert run.producer.open["0:3"].samples is None
             await run.runners.end(2, 3, 4)
             assert run.producer.tally.scoring == 0
 

@@ -110,17 +110,22 @@ class World:
         self.agent = AGENT
         self.scorer = SCORER.format(count=str(self.count), gate=str(self.gate))
         self.engine = Engine()
+        self.scheme = None
 
     def host(self, *, max_retries=2, chat=False, scorer=True, **reward):
         (self.directory / "agent.py").write_text(self.agent)
         (self.directory / "scorer.py").write_text(self.scorer)
         if scorer:
             reward["scorer"] = str(self.directory / "scorer.py")
+        scheme = None
+        if self.scheme is not None:
+            scheme = str(self.directory / "scheme.py")
+            (self.directory / "scheme.py").write_text(self.scheme)
         settings = RunnerSettings(
             str(self.directory / "agent.py"),
             self.model_dir,
             PromptDataConfig(max_len=64, apply_chat_template=chat),
-            RolloutConfig(timeout_s=20.0, max_retries=max_retries),
+            RolloutConfig(timeout_s=20.0, max_retries=max_retries, scheme=scheme),
             seed=1,
             reward=RewardConfig(**{"scorer_timeout_s": 10.0, "num_scorers": 1, **reward}),
         )
@@ -137,10 +142,10 @@ def world(model_dir, tmp_path):
     return World(model_dir, tmp_path)
 
 
-def task(label="fine", n=1, chat=False):
+def task(label="fine", n=1, chat=False, by_scheme=False):
     messages = [{"role": "user", "content": "say"}] if chat else None
     prompt = Prompt(0, 0, 0, messages=messages, text=None if chat else "say", label=label)
-    return GroupTask(prompt, n, 1.0, 1.0, -1, None)
+    return GroupTask(prompt, n, 1.0, 1.0, -1, None, by_scheme)
 
 
 async def finished(host, group_task):
@@ -323,6 +328,54 @@ def score(trajectory, judge_url):
     said = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
     return float(said == trajectory.answer)
 """
+
+
+SCHEME = """
+async def run_group(task, rollout):
+    first = await rollout(0)
+    await rollout(1, prompt="again", given={"first": first.reward})
+"""
+
+
+def test_a_scheme_knows_a_rollout_by_its_score(world):
+    """The first two scores of the draft fail; its revision is given what the scorer said in the end."""
+    world.scheme = SCHEME
+    world.agent = AGENT.replace('info={"mood"', 'info={**state["given"], "mood"')
+    world.scorer = world.scorer.replace("if isinstance(what, int) and calls <= what", "if calls <= 2")
+    rollouts, samples = play(world.host(num_scorers=2), n=2, by_scheme=True)
+    assert [rollout.outcome for rollout in rollouts] == [Scored(2.0, 1.0)] * 2
+    assert "first" not in rollouts[0].metrics and rollouts[1].metrics["first"] == 2.0
+    assert [len(rollout.scoring.failures) for rollout in rollouts] == [2, 0]
+    assert len(samples[1][0]) > len(samples[0][0])  # "again" is longer than "say"
+    assert world.engine.calls == 2 and world.calls == 4
+
+
+def test_a_draft_without_a_score_ends_the_group_of_a_scheme(world):
+    world.scheme = SCHEME
+    rollouts, _ = play(world.host(max_retries=0), 1000, n=2, by_scheme=True)
+    assert [rollout.outcome.reason for rollout in rollouts] == ["scorer_RuntimeError"]
+    assert world.engine.calls == 1
+
+
+def test_a_group_that_the_agent_wants_replaced_leaves_nothing_behind(world):
+    """Rollout 0 waits for its score when the agent asks for another prompt."""
+    world.agent = AGENT.replace("class Says(Env):", "played = []\n\nclass Says(Env):").replace(
+        'if state["label"] == "reject":\n            raise PolicyFailure(-1.0, "rejected")',
+        'played.append(0)\n        if len(played) == 2:\n            raise ReplaceGroup("stale")',
+    )
+    world.agent = world.agent.replace("PolicyFailure", "ReplaceGroup")
+
+    async def main():
+        host = world.host()
+        try:
+            async with asyncio.timeout(30):
+                result, samples = await host.run_group(task("gate", n=2))
+                assert result.is_finished and result.replaced.reason == "stale" and samples == []
+                assert not host.attempts and not host._groups
+        finally:
+            await host.close()
+
+    asyncio.run(main())
 
 
 def test_a_scorer_can_use_the_engines_as_a_judge(world):

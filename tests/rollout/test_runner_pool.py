@@ -141,6 +141,24 @@ def test_a_runner_that_dies_while_it_scores_costs_no_rollout(world):
     asyncio.run(main())
 
 
+def test_a_group_whose_arrays_are_lost_while_it_is_scored_starts_again(world):
+    async def main():
+        pool, seen = world.pool(1), []
+        group = asyncio.create_task(pool.run_group(task(0), lambda *progress: seen.append(progress)))
+        await asyncio.sleep(0.01)
+        world.handles[0].results[0].set_result(WAITS)
+        await asyncio.sleep(0.01)
+        world.handles[0].results[1].set_exception(ObjectLostError("0" * 56, None, ""))
+        await asyncio.sleep(0.01)
+        assert world.handles[0].begun == [("run", None), ("score", WAITS), ("run", None)]
+        assert seen[1] == (GroupResult([]), None)  # nothing is past generation
+        assert world.events == [("group_lost", {"group": "0:0"})]
+        world.handles[0].results[2].set_result(DONE)
+        assert (await group)[0] == DONE and pool.in_flight == [0]
+
+    asyncio.run(main())
+
+
 def test_a_resumed_group_is_only_scored(world):
     async def main():
         pool = world.pool(1)
