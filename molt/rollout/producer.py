@@ -363,9 +363,11 @@ class Producer:
         self._set_unscored(group, [] if result.sampling else result.rollouts)
 
     def _set_unscored(self, group: Group, rollouts: list[RolloutInfo]) -> None:
-        self.tally.scoring += int(bool(rollouts)) - int(group.scoring)
+        before = group.scoring
         group.unscored = rollouts
-        self._notify()
+        if group.scoring != before:
+            self.tally.scoring += 1 if group.scoring else -1
+            self._notify()
 
     def _keeps(self, result: GroupResult) -> bool:
         """Whether dynamic filtering, if it is on, keeps the group."""
