@@ -413,9 +413,11 @@ class Producer:
         self._set_unscored(group, [] if result.sampling else result.rollouts)
 
     def _set_unscored(self, group: Group, rollouts: list[RolloutInfo]) -> None:
-        self.tally.scoring += int(bool(rollouts)) - int(group.scoring)
+        before = group.scoring
         group.unscored = rollouts
-        self._notify()
+        if group.scoring != before:
+            self.tally.scoring += 1 if group.scoring else -1
+            self._notify()
 
     def _why_not_trained(self, rollouts: Sequence[RolloutInfo]) -> Replacement | None:
         """Why nothing could be learned from these rollouts, all of which have a reward; None if something can."""
