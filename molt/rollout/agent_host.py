@@ -200,6 +200,8 @@ class AgentHost:
                 return
             except InfraFailure as failure:
                 rollout.failures.append(without_user_types(failure))
+                rollout.samples = []
+                rollout.turns = ()
                 group.enter(rollout, Stage.GENERATING)
         group.enter(rollout, Stage.FINISHED, rollout.lost())
 
