@@ -279,8 +279,9 @@ def _runner_pool(spec: ProcessSpec, gpus: int, engines: list[EngineHandle], on_e
     return RunnerPool(
         spawn,
         count,
-        deadline_s=longest_s(config.rollout) + GRACE_S,
+        deadline_s=longest_s(config.rollout, settings.reward) + GRACE_S,
         attempts=config.rollout.max_retries + 1,
+        calls=1 if settings.reward.scorer is None else 2,
         silence_s=config.train.watchdog_s,
         max_restarts=config.train.max_restarts,
         on_event=on_event,

@@ -426,8 +426,17 @@ class AlgoConfig(Section, prefix="algo."):
 
 @dataclass(frozen=True)
 class RewardConfig(Section, prefix="reward."):
-    """Reward shaping. The raw reward and the score stay untouched for metrics and evaluation."""
+    """A scorer, and reward shaping. The raw reward and the score stay untouched for metrics and evaluation."""
 
+    scorer: str | None = None
+    """FILE.py that exports `score`: the reward is computed from the finished trajectory, in processes apart. Unset: the
+    agent's reward."""
+    scorer_timeout_s: Annotated[float, above_zero("no score would ever be there in time")] = 60.0
+    """Deadline of one score; a scorer that misses it is killed."""
+    num_scorers: Annotated[int | None, at_least(1, "no rollout would be scored")] = None
+    """Scorer processes of each runner at most, started as they are needed. Unset: half the cores, 2 to 16."""
+    cache_dir: Path | None = None
+    """Directory that keeps scores: an equal trajectory is not scored again by the same scorer file."""
     clip_range: Annotated[
         tuple[float, float],
         ascending("every reward would become the same number", "Use LOW HIGH with LOW < HIGH, such as -10 10"),

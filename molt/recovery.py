@@ -12,6 +12,7 @@ from molt.records.state import RunState, best_in_checkpoint
 from molt.run import Run
 from molt.train.checkpoint import checkpoint_step
 from molt.types import NO_ROLLBACK
+from molt.worker_settings import reward_settings
 
 
 async def run_to_the_end(run: Run) -> None:
@@ -105,7 +106,9 @@ def assign(run: Run, state: RunState) -> None:
     if config.algo.kl.target and state.kl_coef:  # 0: the run had no KL before
         run.kl_coef = state.kl_coef
     run.evaluator.resume(state.step)
-    run.producer.restore(state.ledger, state.finished, state.step)
+    has_scorer = reward_settings(config).scorer is not None  # without one, groups that waited for it start again
+    unscored = state.unscored if has_scorer else ()
+    run.producer.restore(state.ledger, state.finished, state.step, unscored)
     if state.total_batches not in (None, run.total_batches) and config.actor.lr_scheduler != "constant":
         print(
             f"train.max_steps: the {config.actor.lr_scheduler} learning rate now ends at step {run.total_batches}, not "

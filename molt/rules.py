@@ -212,6 +212,10 @@ def punishes_length(c: RLConfig, _: Algorithm | None) -> bool:
     return c.reward.overlong_buffer_len is not None
 
 
+def has_scorer(c: RLConfig, _: Algorithm | None) -> bool:
+    return c.reward.scorer is not None or c.train.agent_path.startswith("reasoning_gym:")  # which brings its own
+
+
 def has_token_budget(c: RLConfig, _: Algorithm | None) -> bool:
     return c.train.dynamic_batch_enable
 
@@ -311,6 +315,14 @@ READ_ONLY_WHEN: list[ReadOnlyWhen] = [
         mode_settings=(RL.reward.overlong_buffer_len,),
         consequence="no answer is too long, so nothing is punished",
         turn_on="Set --reward.overlong_buffer_len, to a quarter of --data.max_len for instance",
+    ),
+    ReadOnlyWhen(
+        settings=(RL.reward.scorer_timeout_s, RL.reward.num_scorers, RL.reward.cache_dir),
+        is_read=has_scorer,
+        mode_settings=(RL.reward.scorer,),
+        consequence="the agent gives the reward, and there is no scorer",
+        turn_on="Set --reward.scorer FILE.py",
+        commands=("rl", "eval"),
     ),
     ReadOnlyWhen(
         settings=(RL.train.max_tokens_per_gpu,),

@@ -30,12 +30,13 @@ from molt.rollout.dump import begin_dump
 from molt.rollout.engine_worker import RolloutEngineWorker, Sampling
 from molt.rollout.producer import GroupFilter, Producer
 from molt.rollout.replay import Replay, Unpublished
+from molt.rollout.reward import scoring_s
 from molt.rollout.shutdown import Shutdown
 from molt.rollout.watchdog import Watchdog
 from molt.spec import HeldOut, RunSpec
 from molt.train.checkpoint import checkpoint_step, failing, latest_checkpoint, repair
 from molt.types import NO_ROLLBACK, Lineage, OnEvent
-from molt.worker_settings import engine_settings
+from molt.worker_settings import engine_settings, reward_settings
 
 PROBE_SEQUENCES = 8
 PROBE_TOKENS = 32
@@ -102,6 +103,7 @@ class Run:
             ledger=self.producer.ledger(),
             identity=self.spec.checkpoint_identity,
             finished=tuple(self.producer.finished_groups()),
+            unscored=tuple(self.producer.unscored_groups()),
         )
 
     async def export(self, path: Path) -> None:
@@ -218,7 +220,7 @@ def watchdog(config: RLConfig, processes: Cluster, on_event: OnEvent) -> Watchdo
         config.train.watchdog_s,
         on_event,
         repairing,
-        patience_s=config.rollout.timeout_s,
+        patience_s=max(config.rollout.timeout_s, scoring_s(config.rollout, reward_settings(config))),
     )
 
 

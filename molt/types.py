@@ -221,7 +221,27 @@ class InfraFailure(Exception):
         self.detail = detail
 
 
-Outcome = Scored | PolicyFailure | InfraFailure
+@dataclass(frozen=True)
+class Unscored:
+    """The episode has ended, and its scorer has not given a reward yet."""
+
+    trajectory: str
+    """What the scorer is given, as JSON (`agents/trajectory.py`)."""
+
+
+Outcome = Scored | PolicyFailure | InfraFailure | Unscored
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How a rollout got its reward from a scorer."""
+
+    seconds: float
+    """From the end of the episode, waiting for a process included."""
+    is_cached: bool | None
+    """Whether the score came from `reward.cache_dir`; None: there is no cache."""
+    failures: tuple[InfraFailure, ...] = ()
+    """Scores of the same trajectory that failed before."""
 
 
 class ReplaceGroup(Exception):
@@ -270,6 +290,8 @@ class RolloutInfo:
     """Infrastructure failures of the attempts before this one."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The numbers in `Result.info`."""
+    scoring: Scoring | None = None
+    """None without a scorer."""
 
     @property
     def truncated(self) -> bool:
@@ -283,9 +305,9 @@ class RolloutInfo:
 
     @property
     def graded(self) -> Scored | PolicyFailure:
-        """The outcome of a rollout that did not fail; raises ValueError for one that did."""
-        if isinstance(self.outcome, InfraFailure):
-            raise ValueError(f"rollout {self.index} of group {self.group_id} failed ({self.outcome}): it has no reward")
+        """The outcome of a rollout that has a reward; raises ValueError for another."""
+        if isinstance(self.outcome, InfraFailure | Unscored):
+            raise ValueError(f"rollout {self.index} of group {self.group_id} has no reward: {self.outcome!r:.200}")
         return self.outcome
 
     @property
@@ -314,7 +336,14 @@ class Group:
     """Empty while running."""
     samples: Any = None
     """Reference (Ray's) to the heavy part, `list[list[Sample]]` by rollout and segment."""
+    unscored: list[RolloutInfo] = field(default_factory=list)
+    """The rollouts while all are past generation and some wait for their scores; else empty."""
 
     @property
     def finished(self) -> bool:
         return bool(self.rollouts)
+
+    @property
+    def scoring(self) -> bool:
+        """Whether it is past generation, and waits for scores."""
+        return bool(self.unscored)

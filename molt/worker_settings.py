@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from molt.agents.load import resolved
+from molt.agents.load import resolved, scorer_of
 from molt.algo.plugin import absolute
-from molt.config import AlgoConfig, RLConfig
+from molt.config import AlgoConfig, RewardConfig, RLConfig
 from molt.parallel.mesh import DTYPES, param_dtype, resolve_device
 from molt.roles import Role
 from molt.rollout.agent_host import RunnerSettings
@@ -52,7 +52,19 @@ def runner_settings(config: RLConfig) -> RunnerSettings:
         rollout=rollout,
         seed=config.train.seed,
         candidates=config.algo.advantage.score_centering_top_k,
+        reward=reward_settings(config),
     )
+
+
+def reward_settings(config: RLConfig) -> RewardConfig:
+    """The reward section for a process that runs in another directory, with the scorer that is in force."""
+    scorer = scorer_of(config.train.agent_path, config.reward.scorer)
+    if scorer is not None:
+        scorer = str(Path(scorer).resolve())
+    cache_dir = config.reward.cache_dir
+    if cache_dir is not None:
+        cache_dir = cache_dir.resolve()
+    return replace(config.reward, scorer=scorer, cache_dir=cache_dir)
 
 
 def policy_settings(spec: ProcessSpec) -> PolicySettings:

@@ -117,6 +117,8 @@ WRONG = [
     (config.KlConfig, "target", 0.0),
     (config.KlConfig, "horizon", 0),
     (config.AlgoConfig, "dynamic_filtering_range", (1.0, 1.0)),
+    (config.RewardConfig, "scorer_timeout_s", 0.0),
+    (config.RewardConfig, "num_scorers", 0),
     (config.RewardConfig, "clip_range", (1.0, 1.0)),
     (config.RewardConfig, "overlong_buffer_len", 0),
     (config.RewardConfig, "overlong_penalty_factor", -1.0),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from molt.agents.load import load_runner
+from molt.agents.scorer_process import load_scorer
 from molt.algo import advantage, loss
 from molt.cli.args import flags
 from molt.config import RLConfig
@@ -184,6 +185,17 @@ def test_the_data_script_of_the_first_hour_writes_three_disjoint_sets(tmp_path):
     for number, label in labels.items():
         odd = re.sub("[02468]", "", number)
         assert len(number) == 5 and label == str(5 - len(odd))
+
+
+def test_scorers_in_the_documents_can_be_loaded(tmp_path):
+    sources = [block for page in DOCS for block in blocks(page, "python") if "def score(" in block]
+    assert len(sources) == 2
+    loaded = []
+    for number, source in enumerate(sources):
+        path = tmp_path / f"scorer{number}.py"
+        path.write_text(source)
+        loaded.append(load_scorer(str(path)))
+    assert [(scorer.wants_judge, scorer.overlaps) for scorer in loaded] == [(False, False), (True, True)]
 
 
 def test_the_plug_ins_in_the_documents_are_the_examples():

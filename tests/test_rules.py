@@ -639,6 +639,18 @@ BROKEN = [
         )
         for bounds in ("0.0003 0.0004", "None")
     ),
+    *(
+        (
+            row(RL.reward.cache_dir),
+            command,
+            f"--reward.{flag}",
+            [f"(={value})", "(=None)"],
+            "there is no scorer",
+            "--reward.scorer FILE.py",
+        )
+        for command in ("rl", "eval")
+        for flag, value in (("num_scorers 3", "3"), ("cache_dir scores", "scores"), ("scorer_timeout_s 5", "5.0"))
+    ),
     (
         row(RL.reward.overlong_penalty_factor),
         "rl",

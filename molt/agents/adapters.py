@@ -8,7 +8,8 @@ of a task, which all rollouts of its group share; a third argument starts elsewh
 * gymnasium: the row's prompt (say there what the actions do), then the first observation: of a `Text` space, or
   rendered as `ansi`. The action is the answer (`Text`) or its last whole number (`Discrete`). An answer that is
   neither plays a random action, for any fixed reward might pay better than playing; `info/invalid` counts them.
-* reasoning_gym: the row's prompt, then a question; the library scores what is between <answer> and </answer>.
+* reasoning_gym: the row's prompt, then a question; the library scores what is between <answer> and </answer>, in the
+  process of a scorer (`reasoning_gym_scorer.py`): some of its scorers `eval` the answer.
 * verifiers: a taskset of `verifiers.v1` whose tasks take one answer and are judged without tools or a container.
 """
 
@@ -159,35 +160,36 @@ def _gymnasium(gymnasium: ModuleType, name: str) -> Callable[[], Env]:
 
 
 class ReasoningGymEnv(Env):
-    """One task of a reasoning_gym dataset."""
+    """One task of a reasoning_gym dataset. It gives no reward: its scorer does."""
 
     lock = threading.Lock()
     """The library promises nothing about threads."""
 
-    def __init__(self, dataset: Callable[[int], Any], extract: Callable[[str], str | None]):
-        """dataset: the tasks of a seed. extract: the answer in a text."""
+    def __init__(self, name: str, dataset: Callable[[int], Any], extract: Callable[[str], str | None]):
+        """name: of the dataset. dataset: the tasks of a seed. extract: the answer in a text."""
+        self._name = name
         self._dataset = dataset
         self._extract = extract
 
     async def reset(self, state: dict[str, Any]) -> dict[str, Any]:
-        self._entry = await asyncio.to_thread(self._draw, _task_number(state))
-        return _with_text(state, f"{self._entry['question'].strip()}\n\n{ANSWER_FORMAT}")
+        entry = await asyncio.to_thread(self._draw, _task_number(state))
+        return _with_text(state, f"{entry['question'].strip()}\n\n{ANSWER_FORMAT}")
 
     async def step(self, state: dict[str, Any]) -> Result:
-        answer = self._extract(state["action"])
-        return Result(await asyncio.to_thread(self._score, answer))
+        info = {
+            "reasoning_gym": self._name,
+            "answer": self._extract(state["action"]),
+            "seed": str(self._seed),  # as text: a number would be a metric
+            "entry": str(self._index),
+        }
+        return Result(0.0, info=info)
 
     def _draw(self, number: int) -> dict[str, Any]:
         """Task `number` of seed 0, in datasets that draw entry i from seed + i and may have only so many entries."""
         with self.lock:
-            size = len(self._dataset(0))
-            index = number % size
-            self._tasks = self._dataset(number - index)
-            return self._tasks[index]
-
-    def _score(self, answer: str | None) -> float:
-        with self.lock:
-            return self._tasks.score_answer(answer, self._entry)
+            self._index = number % len(self._dataset(0))
+            self._seed = number - self._index
+            return self._dataset(self._seed)[self._index]
 
 
 def _reasoning_gym(library: ModuleType, name: str) -> Callable[[], Env]:
@@ -200,7 +202,7 @@ def _reasoning_gym(library: ModuleType, name: str) -> Callable[[], Env]:
         return library.create_dataset(name, seed=seed)
 
     dataset(0)
-    return partial(ReasoningGymEnv, dataset, library.utils.extract_answer)
+    return partial(ReasoningGymEnv, name, dataset, library.utils.extract_answer)
 
 
 class VerifiersEnv(Env):

@@ -92,6 +92,10 @@ class Episode:
     """None: the turns are one stream."""
     tree: Tree | None = None
     """Of a `ChatAgent`."""
+    messages: list[Json] = field(default_factory=list)
+    """Of an `Env`: the conversation so far."""
+    returned_info: Json = field(default_factory=dict)
+    """All that `Result.info` had, by key."""
     _rewards: list[float] = field(default_factory=list)
     """Of the steps so far."""
     _score: float | None = None
@@ -111,6 +115,7 @@ class Episode:
         reward = sum(self._rewards)
         score = reward if self._score is None else self._score
         self.outcome = Scored(reward, score)
+        self.returned_info.update(result.info)
         for name, value in result.info.items():
             if isinstance(value, Real):
                 self.info[name] = float(value)

@@ -23,6 +23,13 @@ def resolved(agent_path: str) -> str:
     return str(Path(agent_path).resolve())
 
 
+def scorer_of(agent_path: str, scorer: str | None) -> str | None:
+    """The scorer file that is in force: the user's, or molt's for an agent that leaves its reward to one."""
+    if scorer is None and agent_path.partition(":")[0] == "reasoning_gym":
+        return str(Path(__file__).parent / "reasoning_gym_scorer.py")
+    return scorer
+
+
 def load_runner(agent_path: str) -> Runner:
     """Import FILE.py and build its `AgentRunner`, or take an `Env` of a library.
 

@@ -5,17 +5,16 @@
         await rollout(1, prompt=[*task.prompt, ...draft.answer...])
 
 A scheme says which rollout starts when, and what it gets of finished ones. Retries, seeds, deadlines, the count of
-failures, filter, baseline, ledger and resume are the framework's. Without a scheme the rollouts are `independent`.
+failures, filter, baseline, ledger and resume are the framework's. Without a scheme all rollouts start at once.
 """
 
-import asyncio
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from molt.errors import ConfigError, did_you_mean
-from molt.types import CutReason, InfraFailure, Json, Outcome, PolicyFailure, Sample, Scored, Turn
+from molt.types import CutReason, InfraFailure, Json, Outcome, PolicyFailure, Sample, Scored, Turn, Unscored
 from molt.user_module import load_module
 
 Conversation = list[Json] | str
@@ -87,6 +86,7 @@ class FinishedRollout:
         """The outcome. Raises the `InfraFailure` of a failed rollout."""
         if isinstance(self._outcome, InfraFailure):
             raise self._outcome
+        assert not isinstance(self._outcome, Unscored), "a scheme gets a rollout once it has its score"
         return self._outcome
 
 
@@ -104,11 +104,6 @@ class Scheme(Protocol):
     """What a file exports as `run_group`."""
 
     async def __call__(self, task: SchemeTask, rollout: RunRollout, /) -> None: ...
-
-
-async def independent(task: SchemeTask, rollout: RunRollout, /) -> None:
-    """All rollouts at once; none knows of another."""
-    await asyncio.gather(*(rollout(index) for index in range(task.n)))
 
 
 def load_scheme(path: str) -> Scheme:

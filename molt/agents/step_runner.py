@@ -3,13 +3,13 @@
 import asyncio
 import copy
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import replace
 
 from molt.agents.env import Env, Result
 from molt.agents.episode import Episode, EpisodeContext, built, call, checked, described_method, outcome_of
-from molt.agents.serving import Serving, judge_of
+from molt.agents.serving import Serving
+from molt.agents.trajectory import as_messages
 from molt.chat.chat_renderer import Parsed
 from molt.chat.protocol import ToolCall
 from molt.errors import AgentError
@@ -43,7 +43,7 @@ class StepEnvRunner(Serving):
         episode = Episode()
         try:
             if self.judge:
-                async with self._judge_url(context) as judge_url:
+                async with self.judge_url(context) as judge_url:
                     await self._play(env, context, episode, {"judge_url": judge_url})
             else:
                 await self._play(env, context, episode, {})
@@ -55,22 +55,6 @@ class StepEnvRunner(Serving):
         episode.turns = episode.with_turn_rewards()
         return episode
 
-    @asynccontextmanager
-    async def _judge_url(self, context: EpisodeContext) -> AsyncIterator[str]:
-        """The URL of a judge while the episode lasts. Raises `InfraFailure` if the judge could not answer."""
-        server = await self.server()
-        judge = judge_of(context, failed=asyncio.Event())
-        url = server.open(judge)
-        try:
-            yield url
-        except PolicyFailure:
-            if judge.failure is None:
-                raise
-        finally:
-            server.close(url)
-        if judge.failure is not None:
-            raise judge.failure
-
     async def _play(self, env: Env, context: EpisodeContext, episode: Episode, judge: dict[str, str]) -> None:
         """Alternate between model and environment until one of them, or a limit, ends the episode.
 
@@ -78,6 +62,7 @@ class StepEnvRunner(Serving):
         """
         state = await self._reset(env, context, judge)
         ids = _first_ids(env, context, state["prompt"])
+        episode.messages = as_messages(state["prompt"])
         turn_limit: int | None = None  # `max_new_tokens` of the next turn, set by the environment
 
         while True:
@@ -96,6 +81,7 @@ class StepEnvRunner(Serving):
             state["finish_reason"] = turn.finish_reason
             calls = _read_tool_calls(context, turn, state)
             episode.turns.append(turn)
+            episode.messages.append(_answer(state, calls))
             episode.cut = "length" if turn.finish_reason == "length" else None  # also if `step` raises PolicyFailure
 
             result = checked(await call(env, "step", state), env)
@@ -107,9 +93,12 @@ class StepEnvRunner(Serving):
 
             turn_limit = (result.sampling_params or {}).get("max_new_tokens")
             if calls:
-                ids = _with_tool_results(env, [*ids, *sampled], turn, calls, result, context)
+                results = _tool_results(env, calls, result)
+                ids = _with_tool_results([*ids, *sampled], turn, results, context)
+                episode.messages.extend(results)
             else:
                 ids = _with_message(env, [*ids, *sampled], turn, result, context)
+                episode.messages.append({"role": "user", "content": result.observation})
 
     async def _reset(self, env: Env, context: EpisodeContext, judge: dict[str, str]) -> Json:
         """The state that the episode starts from."""
@@ -190,10 +179,19 @@ def _with_message(env: Env, ids: list[int], turn: Turn, result: Result, context:
     return [*ids, *context.renderer.continuation_ids(turn.token_ids.tolist(), observation)]
 
 
-def _with_tool_results(
-    env: Env, ids: list[int], turn: Turn, calls: list[ToolCall], result: Result, context: EpisodeContext
-) -> list[int]:
-    """The ids so far, and those of the observation as the results of the turn's tool calls."""
+def _answer(state: Json, calls: list[ToolCall]) -> Json:
+    """The turn as an assistant message."""
+    if not calls:
+        return {"role": "assistant", "content": state["action"]}
+    made = [
+        {"id": each.id, "type": "function", "function": {"name": each.name, "arguments": each.arguments}}
+        for each in calls
+    ]
+    return {"role": "assistant", "content": state["content"], "tool_calls": made}
+
+
+def _tool_results(env: Env, calls: list[ToolCall], result: Result) -> list[Json]:
+    """The observation as the results of the turn's tool calls, one message each."""
     texts = result.observation
     assert texts is not None, "a result that does not end the episode has one"
     if isinstance(texts, str):
@@ -203,11 +201,15 @@ def _with_tool_results(
             f"`Result.observation` of {described_method(env, 'step')} has {len(texts)} results for {len(calls)} tool "
             "calls: the model would miss some. Return a list with one for each of `state['tool_calls']`."
         )
-    messages = [
+    return [
         {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
         for call, text in zip(calls, texts, strict=True)
     ]
-    longer = context.chat_renderer.bridge(ids, messages, context.prompt.tools, sampled=len(turn.token_ids))
+
+
+def _with_tool_results(ids: list[int], turn: Turn, results: list[Json], context: EpisodeContext) -> list[int]:
+    """The ids so far, and those of the results of the turn's tool calls."""
+    longer = context.chat_renderer.bridge(ids, results, context.prompt.tools, sampled=len(turn.token_ids))
     if longer is None:
         raise AgentError(
             "The chat template writes a conversation anew once tool results follow, so an episode cannot go on by "

@@ -109,7 +109,7 @@ def _score(rollout: RolloutInfo) -> float:
             f"rollout {rollout.index} of group {rollout.group_id} failed ({rollout.outcome.reason}): it has no score, "
             "and a group with it has no baseline. Train groups of finished rollouts only."
         )
-    return rollout.outcome.score
+    return rollout.score
 
 
 def plan_batch(

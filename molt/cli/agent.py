@@ -5,7 +5,9 @@ The model says what `--answer` says. The prompt and the label are those of `--pr
 """
 
 import argparse
+import asyncio
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from molt.errors import AgentError, ConfigError, UnusableRow
 
 if TYPE_CHECKING:  # `molt agent check --help` is instant
-    from molt.agents.episode import Episode
+    from molt.agents.episode import Episode, EpisodeContext
     from molt.chat.render import Renderer
     from molt.chat.tree import Tree
     from molt.types import Prompt, Turn
@@ -39,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("file", metavar="FILE", help="the agent file, as in --train.agent_path")
     parser.add_argument("--model", required=True, help="a model whose tokenizer and template are used; no weights")
     parser.add_argument("--answer", action="append", help=ANSWER_HELP)
+    parser.add_argument("--scorer", metavar="FILE", help="a scorer, as in --reward.scorer, that gives the reward")
     parser.add_argument("--tools", metavar="FILE", help="a JSON file: the list of tools that the model is offered")
     parser.add_argument("--no_chat", action="store_true", help="the prompt is plain text, without a chat template")
     parser.add_argument("--max_len", type=int, default=4096, help="the context in tokens, as --data.max_len")
@@ -67,11 +70,11 @@ ANSWER_HELP = (
 def _check(arguments: argparse.Namespace) -> int:
     from molt.agents.chat_runner import ChatAgentRunner
     from molt.agents.episode import EpisodeContext
-    from molt.agents.load import load_runner
+    from molt.agents.load import load_runner, scorer_of
     from molt.chat.chat_renderer import load_chat_renderer
     from molt.cli.episode import MAX_TURNS, Limit, ScriptedModel, play
     from molt.cli.observations import ObservingRenderer
-    from molt.types import ReplaceGroup
+    from molt.types import ReplaceGroup, Scored
 
     runner = load_runner(arguments.file)
     if isinstance(runner, ChatAgentRunner) and arguments.no_chat:
@@ -104,9 +107,42 @@ def _check(arguments: argparse.Namespace) -> int:
             f"{arguments.file} raised ReplaceGroup ({replaced.reason}: {replaced.detail}). A run would start another "
             "prompt instead, so there is no episode to show. Use another prompt."
         ) from replaced
+    scorer = scorer_of(arguments.file, arguments.scorer)
+    if scorer is not None and isinstance(episode.outcome, Scored):
+        asyncio.run(_score(scorer, context, episode, arguments))
     print(_report(episode, renderer))
     renderer.warn_of_lost_text()
     return 0
+
+
+async def _score(scorer: str, context: "EpisodeContext", episode: "Episode", arguments: argparse.Namespace) -> None:
+    """Give the episode the reward of the scorer. Raises a MoltError for what would fail a score in a run."""
+    from molt.agents.load import load_runner
+    from molt.chat.chat_renderer import load_chat_renderer
+    from molt.config import RewardConfig
+    from molt.rollout.reward import RewardStage, as_json, trajectory_of
+    from molt.rollout.samples import to_sample
+    from molt.types import InfraFailure
+
+    samples = episode.samples
+    if samples is None:
+        samples = [to_sample(episode.turns)] if episode.turns else []
+    judge = load_runner(arguments.file)  # the server of the one that played ended with its event loop
+    stage = RewardStage(scorer, RewardConfig(scorer_timeout_s=arguments.timeout_s))
+    try:
+        facts = await stage.pool.facts()
+        if facts.wants_judge and context.chat is None:
+            context = dataclasses.replace(context, chat=load_chat_renderer(arguments.model, None))
+        trajectory = as_json(trajectory_of(context.prompt, episode, samples))
+        grade = await stage.score(trajectory, functools.partial(judge.judge_url, context), [])
+    except InfraFailure as failure:
+        raise AgentError(
+            f"{scorer}: {failure.reason}: {failure.detail}. The score would fail in a run. Fix the scorer."
+        ) from failure
+    finally:
+        await stage.close()
+    episode.outcome = grade.outcome
+    episode.info.update(grade.info)
 
 
 # The prompt.

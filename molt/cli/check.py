@@ -4,6 +4,7 @@ Both trainers start with it; `molt check` and `molt rl` add `advice.py`. Takes s
 engine, no Ray, no weights.
 """
 
+import asyncio
 import math
 import re
 import tempfile
@@ -18,7 +19,7 @@ from rich.text import Text
 
 from molt import rules
 from molt.agents.chat_runner import ChatAgentRunner
-from molt.agents.load import load_runner
+from molt.agents.load import load_runner, scorer_of
 from molt.agents.scheme import load_scheme
 from molt.algo.plugin import load_estimator
 from molt.algorithm import Algorithm, policy_loss
@@ -38,6 +39,8 @@ from molt.setting import name_of
 if TYPE_CHECKING:  # `molt check` imports them when it needs them
     import torch
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+    from molt.rollout.scorer_pool import ScorerFacts
 
 Level = Literal["error", "warning", "ok"]
 COLOURS = {"error": "bold red", "warning": "yellow", "ok": "green"}
@@ -104,6 +107,7 @@ def training_checks(config: RLConfig) -> Findings:
         check_scoring_models(found, config, algorithm, tokenizer)
     check_agent(found, config, tokenizer)
     check_scheme(found, config)
+    check_scorer(found, config)
 
     prompts = found.attempt(first_prompts, config) if config.data.prompt_dataset else None
     held_out = found.attempt(first_held_out, config) if config.eval.dataset else None
@@ -121,6 +125,7 @@ def evaluation_checks(config: RLConfig) -> Findings:
     device = check_device(found, config.fsdp)
     tokenizer = check_policy(found, config, device, fsdp=None)
     check_agent(found, config, tokenizer)
+    check_scorer(found, config)
     held_out = found.attempt(first_held_out, config) if config.eval.dataset else None
     check_datasets(found, config, [held_out], tokenizer)
     return found
@@ -370,6 +375,30 @@ def _check_chat(found: Findings, config: RLConfig) -> None:
     )
     found.add("warning", *check_round_trip(renderer, tools=config.data.tools_key is not None))
     found.add("ok", f"chat: rendered and parsed as {renderer.family or 'the template says'}")
+
+
+def check_scorer(found: Findings, config: RLConfig) -> None:
+    """Add whether the scorer can be loaded in a process of its own; nothing where the agent gives the reward."""
+    path = scorer_of(config.train.agent_path, config.reward.scorer)
+    if path is None or config.train.rollout_replay_dir is not None:
+        return
+    facts = found.attempt(_inspect_scorer, path)
+    if facts is None:
+        return
+    found.add("ok", f"scorer: {path} loads; its reward replaces the agent's")
+    if facts.wants_judge and config.reward.cache_dir is not None:
+        found.add(
+            "warning",
+            f"`reward.cache_dir` (={config.reward.cache_dir}) with the judge of {path}: what a judge says depends on "
+            "the weights, but kept scores do not, so they may be those of older weights. Drop --reward.cache_dir if "
+            "that matters.",
+        )
+
+
+def _inspect_scorer(path: str) -> "ScorerFacts":
+    from molt.rollout.scorer_pool import inspect_scorer
+
+    return asyncio.run(inspect_scorer(path))
 
 
 # Datasets.

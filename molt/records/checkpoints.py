@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -11,7 +12,11 @@ from molt.records.state import FILE, RunState, read_state
 from molt.rollout.buffer import write_records
 from molt.rollout.keepers import Keepers
 from molt.train.checkpoint import begin, commit, failing, latest_checkpoint, prune, removing
-from molt.types import OnEvent, Prompt
+from molt.types import Group, OnEvent, Prompt
+
+UNSCORED = "unscored"
+"""A folder of a checkpoint: the groups that waited for scores, as in the buffer. A molt that does not know it starts
+their prompts again, since they are in flight in the ledger."""
 
 Export = Callable[[Path], Awaitable[None]]
 """Writes the policy as a Hugging Face model directory."""
@@ -100,8 +105,11 @@ class Checkpoints:
             return stream[stream.index(epoch, position)]
 
         groups = await self.keepers.load(path, prompt_at)
+        unscored: list[Group] = []
+        if (path / UNSCORED).is_dir():
+            unscored = [_as_unscored(group) for group in await self.keepers.load(path / UNSCORED, prompt_at)]
         places = [stream.index(group.prompt.epoch, group.prompt.position) for group in groups]
-        state = read_state(path, groups, places, batch_size)
+        state = read_state(path, groups, places, batch_size, unscored)
         self.saved = state.step
         return state
 
@@ -120,12 +128,23 @@ class Checkpoints:
         self.on_event("checkpoint", step=state.step, path=str(path), buffered=len(state.finished))
 
     async def _write_arrays(self, aside: Path, state: RunState) -> RunState:
-        """Write the arrays of the finished groups; the state, in which groups whose arrays are lost start again."""
+        """Write the arrays of all groups; the state, in which groups whose arrays are lost start again."""
         with failing(aside):
             lost = await self.keepers.write_arrays(aside, [group.samples for group in state.finished])
             if lost:
                 state = state.without(lost)
                 await self.keepers.write_arrays(aside, [group.samples for group in state.finished])
+            if state.unscored:
+                state = await self._write_unscored(aside / UNSCORED, state)
+        return state
+
+    async def _write_unscored(self, folder: Path, state: RunState) -> RunState:
+        """As `_write_arrays`, of the groups that wait for scores."""
+        folder.mkdir()
+        lost = await self.keepers.write_arrays(folder, [group.samples for group in state.unscored])
+        if lost:
+            state = state.without_unscored(lost)
+            await self.keepers.write_arrays(folder, [group.samples for group in state.unscored])
         return state
 
     def _prune(self) -> None:
@@ -136,5 +155,12 @@ class Checkpoints:
 def _commit(aside: Path, state: RunState) -> Path:
     """Write the driver's files and complete the checkpoint. It flushes every file, so it runs in a thread."""
     write_records(aside, state.finished)
+    if (aside / UNSCORED).is_dir():
+        write_records(aside / UNSCORED, state.unscored)
     (aside / FILE).write_text(state.to_json())
     return commit(aside)
+
+
+def _as_unscored(group: Group) -> Group:
+    """The group before its scores are there."""
+    return replace(group, rollouts=[], unscored=group.rollouts)

@@ -38,6 +38,8 @@ class RunState:
     """`RunSpec.checkpoint_identity` of the run."""
     finished: tuple[Group, ...] = ()
     """The buffer: finished groups that are not trained yet."""
+    unscored: tuple[Group, ...] = ()
+    """Groups in flight of which nothing but scores is missing."""
 
     def without(self, lost: Sequence[int]) -> "RunState":
         """The state in which some finished groups, by index, are in flight instead: their arrays are lost."""
@@ -46,8 +48,13 @@ class RunState:
         ledger: Ledger = {**self.ledger, "in_flight": sorted([*self.ledger["in_flight"], *again])}
         return replace(self, ledger=ledger, finished=tuple(finished))
 
+    def without_unscored(self, lost: Sequence[int]) -> "RunState":
+        """The state in which some unscored groups, by index, start again: their arrays are lost."""
+        unscored = [group for index, group in enumerate(self.unscored) if index not in lost]
+        return replace(self, unscored=tuple(unscored))  # all of them are in flight in the ledger
+
     def to_json(self) -> str:
-        """The text of `loop.json`; the finished groups are files of their own (`rollout/buffer.py`)."""
+        """The text of `loop.json`; the groups are files of their own (`rollout/buffer.py`)."""
         return to_json(
             {
                 "step": self.step,
@@ -62,8 +69,14 @@ class RunState:
         )
 
 
-def read_state(checkpoint: Path, finished: Sequence[Group], places: Sequence[int], batch_size: int) -> RunState:
-    """The state in a checkpoint, with these finished groups. Raises `CheckpointError` for a newer format.
+def read_state(
+    checkpoint: Path,
+    finished: Sequence[Group],
+    places: Sequence[int],
+    batch_size: int,
+    unscored: Sequence[Group] = (),
+) -> RunState:
+    """The state in a checkpoint, with these finished and unscored groups. Raises `CheckpointError` for a newer format.
 
     places: of the finished groups in the prompt stream. batch_size: `rollout.batch_size`. They stand in for a position
     that an old checkpoint does not have.
@@ -85,6 +98,7 @@ def read_state(checkpoint: Path, finished: Sequence[Group], places: Sequence[int
         ledger=ledger,
         identity=saved["data"],
         finished=tuple(finished),
+        unscored=tuple(unscored),
     )
 
 

@@ -162,7 +162,19 @@ def rollout_metrics(group: Group, reward: RewardConfig) -> dict[str, Metric]:
         metrics[f"rollout/truncated_{reason}"] = Metric(sum(rollout.cut == reason for rollout in rollouts), n)
     if reward.mask_truncated:
         metrics["rollout/masked"] = Metric(n - len(trained), n)
-    return merge([metrics, *(_info_metrics(rollout) for rollout in rollouts)])
+    return merge([metrics, scoring_metrics(rollouts), *(_info_metrics(rollout) for rollout in rollouts)])
+
+
+def scoring_metrics(rollouts: Sequence[RolloutInfo]) -> dict[str, Metric]:
+    """What a scorer and its cache did for these rollouts; {} without one."""
+    scorings = [rollout.scoring for rollout in rollouts if rollout.scoring is not None]
+    if not scorings:
+        return {}
+    metrics = {"timing/score_s": Metric(sum(scoring.seconds for scoring in scorings), len(scorings))}
+    hits = [scoring.is_cached for scoring in scorings if scoring.is_cached is not None]
+    if hits:
+        metrics["rollout/score_cached"] = Metric(sum(hits), len(hits))
+    return metrics
 
 
 def _info_metrics(rollout: RolloutInfo) -> dict[str, Metric]:

@@ -20,7 +20,7 @@ With i < B it says k - v <= M for every group of a batch, and no token is older 
 
 **It cannot deadlock.** Taking the B oldest always keeps the invariant (the i-th of the rest was the
 (i + B)-th), so the learner waits at most for those B to finish. If fewer than B are open, so are fewer than
-(1 + Q) * B, and `may_start` refuses only while others are in flight, which end. A discard makes room for its
+(1 + Q) * B, and `may_start` refuses only while others generate, which end. A discard makes room for its
 replacement at once. When the stream has ended, what is left is the last batch.
 """
 
@@ -32,22 +32,34 @@ from molt.types import Group
 
 
 class Tally:
-    """How many groups of each start step are open, and how many of those are finished. No count is zero."""
+    """How many groups of each start step are open, and how many of those are finished. No count is zero.
+
+    An open group is generating, then (with a scorer) scoring, then finished.
+    """
 
     def __init__(self, groups: Iterable[Group] = ()):
         self.open: Counter[int] = Counter()
         self.finished: Counter[int] = Counter()
+        self.scoring = 0
+        """Groups of which all rollouts are past generation, and some wait for their scores."""
         for group in groups:
             self.add(group)
 
     @property
     def in_flight(self) -> int:
+        """Groups that are not finished."""
         return self.open.total() - self.finished.total()
+
+    @property
+    def generating(self) -> int:
+        return self.in_flight - self.scoring
 
     def add(self, group: Group) -> None:
         self.open[group.start_step] += 1
         if group.finished:
             self.finish(group)
+        if group.scoring:
+            self.scoring += 1
 
     def finish(self, group: Group) -> None:
         self.finished[group.start_step] += 1
@@ -56,15 +68,18 @@ class Tally:
         _decrement(self.open, group.start_step)
         if group.finished:
             _decrement(self.finished, group.start_step)
+        if group.scoring:
+            self.scoring -= 1
 
 
-def may_start(open_groups: int, in_flight: int, *, batch_size: int, queue: int, generate_batch_size: int) -> bool:
-    """Whether one more group may start: `open < (1 + Q) * B` and `in_flight < generate_batch_size`.
+def may_start(open_groups: int, generating: int, *, batch_size: int, queue: int, generate_batch_size: int) -> bool:
+    """Whether one more group may start: `open < (1 + Q) * B` and `generating < generate_batch_size`.
 
-    open_groups: groups that are open, those in training included. in_flight: the running ones among them.
+    open_groups: groups that are open, those in training included. generating: those among them with a rollout that
+    generates; a group that waits for scores alone is open and not generating.
     """
     has_slot = open_groups < (1 + queue) * batch_size
-    return has_slot and in_flight < generate_batch_size
+    return has_slot and generating < generate_batch_size
 
 
 def in_time(starts: Counter[int], *, step: int, batch_size: int, max_staleness: int) -> bool:

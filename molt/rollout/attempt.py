@@ -8,17 +8,21 @@ from molt.rollout.watchdog import RolloutState
 
 
 class Attempt:
-    """One attempt at one rollout of a group."""
+    """One attempt at one rollout of a group, or at its score."""
 
-    def __init__(self, group_id: str, index: int, number: int = 0):
-        """index: of the rollout in its group. number: of the attempt, from 0."""
+    def __init__(self, group_id: str, index: int, number: int = 0, *, code: str = "agent", turns: int = 0):
+        """index: of the rollout in its group. number: of the attempt, from 0.
+
+        code: whose code runs outside of model calls, `agent` or `scorer`. turns: that have ended before.
+        """
         self.group_id = group_id
         self.index = index
         self.number = number
-        self.turns = 0
+        self.turns = turns
         """Model calls that have ended."""
+        self._code = code
         self._started = time.monotonic()
-        self._enter("agent")
+        self._enter(code)
 
     @property
     def rollout(self) -> str:
@@ -27,13 +31,13 @@ class Attempt:
 
     @contextmanager
     def model_call(self) -> Iterator[None]:
-        """The block waits for the engine; outside of it the agent's code runs."""
+        """The block waits for the engine; outside of it the user's code runs."""
         self._enter("engine")
         try:
             yield
         finally:
             self.turns += 1
-            self._enter("agent")
+            self._enter(self._code)
 
     def state(self, runner: str) -> RolloutState:
         """What the watchdog sees; `runner` names the process."""

@@ -22,14 +22,15 @@ from molt.rollout.samples import describe
 from molt.types import (
     CutReason,
     Group,
-    InfraFailure,
     Json,
+    Outcome,
     PolicyFailure,
     Prompt,
     RolloutInfo,
     Sample,
     SampleInfo,
     Scored,
+    Unscored,
 )
 
 RolloutSamples = list[list[Sample]]
@@ -44,13 +45,13 @@ DECLARATIONS = "columns"
 
 
 def write_records(directory: Path, groups: Sequence[Group]) -> None:
-    """Write the light part of finished groups."""
+    """Write the light part of finished groups, or of unscored ones."""
     records = [_group_record(group) for group in groups]
     write_json(directory / RECORDS, {"groups": records})
 
 
 def write_arrays(directory: Path, samples: Sequence[RolloutSamples]) -> None:
-    """Write the heavy part of finished groups, `[group][rollout][segment]`, in the order of their records."""
+    """Write the heavy part of these groups, `[group][rollout][segment]`, in the order of their records."""
     columns = concat([sample.columns for sample in _flatten(samples)])
     arrays = {column.name: array for column, array in columns.arrays.items()}
     declarations = [declaration(column) for column in columns.further]
@@ -153,13 +154,14 @@ class _SampleReader:
 
 
 def _group_record(group: Group) -> Json:
-    if not group.finished:
-        raise ValueError(f"group {group.prompt.group_id} is still running: only finished groups have records")
+    rollouts = group.rollouts or group.unscored
+    if not rollouts:
+        raise ValueError(f"group {group.prompt.group_id} is still running: it has no records yet")
     return {
         "epoch": group.prompt.epoch,
         "position": group.prompt.position,
         "start_step": group.start_step,
-        "rollouts": [_rollout_record(rollout) for rollout in group.rollouts],
+        "rollouts": [_rollout_record(rollout) for rollout in rollouts],
     }
 
 
@@ -178,12 +180,14 @@ def _rollout_record(rollout: RolloutInfo) -> Json:
     }
 
 
-def _outcome_record(outcome: Scored | PolicyFailure | InfraFailure) -> Json:
+def _outcome_record(outcome: Outcome) -> Json:
+    if isinstance(outcome, Unscored):
+        return {"trajectory": outcome.trajectory}
     if isinstance(outcome, PolicyFailure):
         return {"reward": outcome.reward, "reason": outcome.reason}
     if isinstance(outcome, Scored):
         return {"reward": outcome.reward, "score": outcome.score}
-    raise ValueError(f"a rollout failed ({outcome.reason}): its group is not finished and has no record")
+    raise ValueError(f"a rollout failed ({outcome.reason}): its group has no record")
 
 
 def _sample_record(saved: Json, path: Path) -> Json:
@@ -207,7 +211,9 @@ def _load_rollout(path: Path, saved: Json, group_id: str, index: int, segments: 
     )
 
 
-def _load_outcome(path: Path, saved: Json) -> Scored | PolicyFailure:
+def _load_outcome(path: Path, saved: Json) -> Scored | PolicyFailure | Unscored:
+    if "trajectory" in saved:
+        return Unscored(saved["trajectory"])
     record = with_defaults(saved, "buffer.json outcome", path)
     reward = record["reward"]
     if record["reason"] is not None:

@@ -125,6 +125,9 @@ def _score(groups: Sequence[Rollouts]) -> dict[str, Metric]:
         low, high = interval
         metrics["pass1_low"] = Metric(low)
         metrics["pass1_high"] = Metric(high)
+    hits = [rollout.scoring.is_cached for rollout in done if rollout.scoring and rollout.scoring.is_cached is not None]
+    if hits:
+        metrics["score_cached"] = Metric(sum(hits), len(hits))
     n = len(groups[0])
     complete = [scores for scores in scores_of_prompts if len(scores) == n]
     if n > 1 and complete:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from molt.config import EvalConfig, RolloutConfig
-from molt.types import InfraFailure, Prompt, ReplaceGroup, RolloutInfo
+from molt.types import InfraFailure, Prompt, ReplaceGroup, RolloutInfo, Unscored
 
 Value = TypeVar("Value")
 
@@ -25,7 +25,7 @@ class GroupTask:
 
 @dataclass(frozen=True)
 class GroupResult:
-    """The light part of a finished group."""
+    """The light part of a group: finished, or past generation while some of its rollouts wait for their scores."""
 
     rollouts: list[RolloutInfo]
     unusable: str | None = None
@@ -36,6 +36,17 @@ class GroupResult:
     """The agent does not want the group to be trained."""
     failure: InfraFailure | None = None
     """Its scheme failed; there are only the rollouts that had ended."""
+    sampling: tuple[int, ...] = ()
+    """The rollouts that are sampled anew, because their score failed; they have that failure as outcome."""
+    progress: str = ""
+    """What the runner knows the group by (`GroupProgress.key`), as long as it is not finished."""
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every rollout has a reward, or has failed for good."""
+        if self.sampling:
+            return False
+        return not any(isinstance(rollout.outcome, Unscored) for rollout in self.rollouts)
 
 
 def group_task(prompt: Prompt, rollout: RolloutConfig, overrides: EvalConfig | None = None) -> GroupTask:

@@ -65,7 +65,9 @@ class EngineHandle(Protocol):
 class RunGroupCall(Protocol):
     """`AgentHost.run_group`, whose two values come as two references."""
 
-    def remote(self, task: GroupTask) -> "tuple[ObjectRef[GroupResult], SamplesRef]": ...
+    def remote(
+        self, task: GroupTask, begun: GroupResult | None = None, samples: "SamplesRef | tuple[()]" = (), /
+    ) -> "tuple[ObjectRef[GroupResult], SamplesRef]": ...
 
 
 class RunGroupMethod(Protocol):
@@ -85,6 +87,8 @@ class RunnerHandle(Protocol):
     def blocks(self) -> RemoteMethod[[], list[Block]]: ...
     @property
     def run_group(self) -> RunGroupMethod: ...
+    @property
+    def score_group(self) -> RemoteMethod[[GroupTask, GroupResult, SamplesRef], GroupResult]: ...
 
 
 class ReadArraysCall(Protocol):

@@ -3,13 +3,17 @@
 `Producer.run` is one of the two long tasks of the loop; `batch` is where the learner waits for it.
 The policy of *when* is pure and lives in `admission.py`; this file moves groups between states:
 
-    prompt stream ──► in flight ──► finished (the buffer) ──► batch ──► closed
-                          └───────► replaced, for a reason (`replacement.py`) ──► closed
+    prompt stream ──► generating ──► scoring ──► finished (the buffer) ──► batch ──► closed
+                          └─────────────┴──────► replaced, for a reason (`replacement.py`) ──► closed
+
+Both generating and scoring groups are in flight; without a scorer there are none of the latter.
 """
 
 import asyncio
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 from molt.batch.masking import fewest_left, takes_part
@@ -47,12 +51,20 @@ SHOWN_GROUPS = 20
 """Groups in flight that the message of a stalled run lists."""
 
 
+class OnProgress(Protocol):
+    """Told when a group is past generation, when a rollout of it is sampled anew after that, and when all is lost."""
+
+    def __call__(self, result: GroupResult, samples: Any, /) -> None: ...
+
+
 class Runners(Protocol):
     """The runners as the producer sees them."""
 
     @property
     def patience_s(self) -> float: ...
-    async def run_group(self, task: GroupTask) -> tuple[GroupResult, Any]: ...
+    async def run_group(
+        self, task: GroupTask, on_progress: OnProgress, begun: tuple[GroupResult, Any] | None
+    ) -> tuple[GroupResult, Any]: ...
 
 
 class Copies(Protocol):
@@ -249,10 +261,11 @@ class Producer:
         """Forget everything and start at the first prompt; `run` must not be running."""
         self.restore(EMPTY_LEDGER, [], step=0)
 
-    def restore(self, ledger: Ledger, finished: Sequence[Group], step: int) -> None:
+    def restore(self, ledger: Ledger, finished: Sequence[Group], step: int, unscored: Sequence[Group] = ()) -> None:
         """Continue where `ledger` was written: finished groups are in the buffer, prompts in flight start again.
 
-        Whatever was open is forgotten; `run` must not be running.
+        unscored: groups in flight that are past generation; only their scores are computed. Whatever was open is
+        forgotten; `run` must not be running.
         """
         self.open = {}
         self.tally = Tally()
@@ -266,14 +279,24 @@ class Producer:
         self.position = ledger["position"]
         if self.filter is not None:
             self.filter.judged, self.filter.filtered = ledger["filter"]
-        for group in finished:
+        for group in (*finished, *unscored):
             group.order = self._order(group.prompt)
             self._enter(group)
-        self.restarts = deque(self.stream[index] for index in ledger["in_flight"])
+        past_generation = {group.order for group in unscored}
+        again = [index for index in ledger["in_flight"] if index not in past_generation]
+        self.restarts = deque(self.stream[index] for index in again)
 
     def finished_groups(self) -> list[Group]:
         """The buffer, in the order of the stream."""
         return [group for group in self._by_order() if group.finished]
+
+    def unscored_groups(self) -> list[Group]:
+        """The groups of which nothing but scores is missing, in the order of the stream."""
+        groups = []
+        for group in self._by_order():
+            if group.scoring and not any(rollout.failed for rollout in group.unscored):
+                groups.append(replace(group))  # as it is now: a checkpoint is written while it goes on
+        return groups
 
     def take_metrics(self) -> list[dict[str, Metric]]:
         """`faults/*`, and those of replaced groups and the filter, since the last call."""
@@ -305,7 +328,7 @@ class Producer:
             return False
         return may_start(
             len(self.open),
-            self.tally.in_flight,
+            self.tally.generating,
             batch_size=self.config.batch_size,
             queue=self.queue,
             generate_batch_size=self.config.vllm_generate_batch_size or self.config.batch_size,
@@ -327,6 +350,9 @@ class Producer:
     async def _fill_all(self) -> None:
         """Start every prompt of the stream. The groups in flight are tasks of this one."""
         async with asyncio.TaskGroup() as tasks:
+            for group in self._by_order():
+                if group.scoring:
+                    tasks.create_task(self._fill(group))
             while True:
                 await self._start_groups(tasks)
                 if self.exhausted and not self.tally.in_flight:
@@ -349,8 +375,10 @@ class Producer:
 
     async def _fill(self, group: Group) -> None:
         """Roll out one group, and put it into the buffer or replace it."""
+        begun = (GroupResult(group.unscored), group.samples) if group.scoring else None
+        on_progress = partial(self._past_generation, group)
         try:
-            result, samples = await self.runners.run_group(group_task(group.prompt, self.config))
+            result, samples = await self.runners.run_group(group_task(group.prompt, self.config), on_progress, begun)
         except InfraFailure as failure:
             self._count(group, None, [failure], succeeded=False)
             self._lose(group, failure)
@@ -372,11 +400,24 @@ class Producer:
             return
         if self.copies is not None:
             await self.copies.copy(group.prompt.group_id, samples, result.node)
+        self._set_unscored(group, [])
         group.rollouts = result.rollouts
         group.samples = samples
         self.tally.finish(group)
         self.replacements.kept()
         self._notify()
+
+    def _past_generation(self, group: Group, result: GroupResult, samples: Any) -> None:
+        """The group waits for scores, and takes no generation slot; or it generates again. samples: what it has."""
+        group.samples = samples
+        self._set_unscored(group, [] if result.sampling else result.rollouts)
+
+    def _set_unscored(self, group: Group, rollouts: list[RolloutInfo]) -> None:
+        before = group.scoring
+        group.unscored = rollouts
+        if group.scoring != before:
+            self.tally.scoring += 1 if group.scoring else -1
+            self._notify()
 
     def _why_not_trained(self, rollouts: Sequence[RolloutInfo]) -> Replacement | None:
         """Why nothing could be learned from these rollouts, all of which have a reward; None if something can."""
@@ -400,6 +441,8 @@ class Producer:
             if isinstance(rollout.outcome, InfraFailure):
                 lost = rollout.outcome
                 attempts.append(rollout.outcome)
+            if rollout.scoring is not None:
+                self._report_failures("score_failed", group, rollout.index, rollout.scoring.failures)
             self._count(group, rollout.index, attempts, succeeded=not rollout.failed)
         if result.failure is not None:
             lost = result.failure
@@ -408,16 +451,19 @@ class Producer:
 
     def _count(self, group: Group, rollout: int | None, failures: Sequence[InfraFailure], *, succeeded: bool) -> None:
         """Failed attempts of one rollout, or of a whole group (None). Raises `FailureRateError`."""
+        self._report_failures("rollout_failed", group, rollout, failures)
+        self.failures.add(failures, succeeded=succeeded)
+
+    def _report_failures(self, kind: str, group: Group, rollout: int | None, failures: Sequence[InfraFailure]) -> None:
         for failure in failures:
             self.metrics.append({f"faults/{failure.reason}": Metric(1.0)})
             self.on_event(
-                "rollout_failed",
+                kind,
                 group=group.prompt.group_id,
                 rollout=rollout,
                 reason=failure.reason,
                 detail=failure.detail,
             )
-        self.failures.add(failures, succeeded=succeeded)
 
     def _lose(self, group: Group, failure: InfraFailure) -> None:
         """The infrastructure failed for the group; a run that stops for that repeats it when it is resumed."""
@@ -439,16 +485,21 @@ class Producer:
 
     def _diagnosis(self, seconds: float) -> str:
         in_flight = [group for group in self._by_order() if not group.finished]
-        rows = [
-            f"  group {group.prompt.group_id}, started at step {group.start_step}" for group in in_flight[:SHOWN_GROUPS]
-        ]
-        table = "\n".join(rows)
+        table = "\n".join(_row(group) for group in in_flight[:SHOWN_GROUPS])
         finished = len(self.open) - len(in_flight)
         return (
             f"no group finished for {seconds:.0f} s while the learner waits at step {self.step}: {len(in_flight)} in "
             f"flight, {finished} finished. The run stops after saving; look for an env or a grader that never returns, "
             f"or raise rollout.timeout_s. In flight:\n{table}"
         )
+
+
+def _row(group: Group) -> str:
+    """A group in flight, for a table."""
+    row = f"  group {group.prompt.group_id}, started at step {group.start_step}"
+    if group.scoring:
+        row += ", waits for its scores"
+    return row
 
 
 def _refuse_images(group: Group, result: GroupResult) -> None:

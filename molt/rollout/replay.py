@@ -60,10 +60,13 @@ class Replay:
     def restart(self) -> None:
         self.step = 0
 
-    def restore(self, ledger: Ledger, finished: Sequence[Group], step: int) -> None:
+    def restore(self, ledger: Ledger, finished: Sequence[Group], step: int, unscored: Sequence[Group] = ()) -> None:
         self.step = step
 
     def finished_groups(self) -> list[Group]:
+        return []
+
+    def unscored_groups(self) -> list[Group]:
         return []
 
     def take_metrics(self) -> list[dict[str, Metric]]:

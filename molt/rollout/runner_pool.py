@@ -25,6 +25,17 @@ BLOCKS_ANSWER_S = 5.0
 LOADING_S = 300.0
 """A new runner may be silent for so long: it loads its agent."""
 
+Answer = tuple[GroupResult, SamplesRef]
+"""What is known of a group that a runner has, or had."""
+OnProgress = Callable[[GroupResult, SamplesRef | None], None]
+"""Told when a group is past generation, when a rollout of it is sampled anew after that, and when all is lost."""
+NOTHING = GroupResult([])
+"""What there is of a group that starts again."""
+
+
+def ignore_progress(result: GroupResult, samples: SamplesRef | None) -> None:
+    """For a caller to whom it makes no difference whether a group generates."""
+
 
 @dataclass(eq=False)
 class RunnerRecord:
@@ -74,18 +85,21 @@ class RunnerPool:
         *,
         deadline_s: float,
         attempts: int,
+        calls: int = 1,
         silence_s: float = 600.0,
         max_restarts: int = 3,
         on_event: Callable[..., None] = ignore_event,
     ):
-        """deadline_s: for one attempt at a group. silence_s: a runner silent for longer is replaced.
+        """deadline_s: for one call about a group. silence_s: a runner silent for longer is replaced.
 
+        calls: in one attempt at a group that goes well: 2 with a scorer, since it is rolled out and then scored.
         max_restarts: of one runner, without an answer in between. on_event: called with the kind of an event and its
         fields by name.
         """
         self.spawn = spawn
         self.deadline_s = deadline_s
         self.attempts = attempts
+        self.calls = calls
         self.silence_s = silence_s
         self.max_restarts = max_restarts
         self.on_event = on_event
@@ -107,7 +121,7 @@ class RunnerPool:
     @property
     def patience_s(self) -> float:
         """No group takes longer than this to finish or fail."""
-        return self.deadline_s * self.attempts + GRACE_S
+        return self.deadline_s * self.attempts * self.calls + GRACE_S
 
     async def ready(self) -> None:
         """Returns when every runner has loaded its agent; raises what its constructor raised."""
@@ -115,15 +129,19 @@ class RunnerPool:
         for record in self._records:
             record.last_states = []
 
-    async def run_group(self, task: GroupTask) -> tuple[GroupResult, SamplesRef]:
+    async def run_group(
+        self, task: GroupTask, on_progress: OnProgress = ignore_progress, begun: Answer | None = None
+    ) -> Answer:
         """The light result, and a reference to the samples.
 
-        Raises `InfraFailure("runner")` after `attempts`, `LostError` when a runner had too many restarts.
+        begun: a group that is past generation; what it has is kept. Raises `InfraFailure("runner")` after `attempts`,
+        `LostError` when a runner had too many restarts.
         """
+        answer = begun
         for _ in range(self.attempts):
             record = min(self._records, key=_load)
-            answer = await self._attempt(record, task)
-            if answer is not None:
+            is_finished, answer = await self._advance(record, task, on_progress, answer)
+            if is_finished and answer is not None:
                 return answer
         raise InfraFailure("runner", f"no runner finished the group in {self.attempts} attempts")
 
@@ -149,11 +167,34 @@ class RunnerPool:
         self._worst = LoopTimes()
         return worst
 
-    async def _attempt(self, record: RunnerRecord, task: GroupTask) -> tuple[GroupResult, SamplesRef] | None:
-        """One attempt at a group on one runner; None if it must be tried again."""
+    async def _advance(
+        self, record: RunnerRecord, task: GroupTask, on_progress: OnProgress, answer: Answer | None
+    ) -> tuple[bool, Answer | None]:
+        """Let one runner finish the group. Whether it did, and the last answer about the group."""
+        while True:
+            try:
+                latest = await self._attempt(record, task, answer)
+            except ObjectLostError:  # the node of this runner is gone, or that of the arrays: nothing is left
+                on_progress(NOTHING, None)
+                if answer is not None:
+                    self.on_event("group_lost", group=task.prompt.group_id)
+                return False, None
+            if latest is None:
+                return False, answer
+            answer = latest
+            result, samples = answer
+            if result.is_finished:
+                return True, answer
+            on_progress(result, samples)
+
+    async def _attempt(self, record: RunnerRecord, task: GroupTask, before: Answer | None) -> Answer | None:
+        """One call about a group on one runner; None if it must be tried again. Raises `ObjectLostError`.
+
+        before: the last answer about the group.
+        """
         runner = record.handle
         group_id = task.prompt.group_id
-        result_ref, samples_ref = runner.run_group.options(num_returns=2).remote(task)
+        result_ref, samples_ref = _call(runner, task, before)
         answer = asyncio.ensure_future(result_ref)  # the samples stay where they are
         dispatch = Dispatch(runner, time.monotonic(), asyncio.Event())
 
@@ -172,8 +213,6 @@ class RunnerPool:
                 self._replace(record, runner, f"no end of a group within {self.deadline_s:.0f} s")
         except DEAD as error:
             self._replace(record, runner, last_line(error))
-        except ObjectLostError:
-            pass  # the node of the runner is gone, which `states` will notice
         except asyncio.CancelledError:
             ray.cancel(result_ref)
             raise
@@ -273,6 +312,18 @@ class RunnerPool:
                     )
                 )
         return states
+
+
+def _call(
+    runner: RunnerHandle, task: GroupTask, before: Answer | None
+) -> tuple[ray.ObjectRef[GroupResult], SamplesRef]:
+    """Generate, unless only scores are missing; the samples are the same then."""
+    if before is None:
+        return runner.run_group.options(num_returns=2).remote(task)
+    result, samples = before
+    if result.sampling:
+        return runner.run_group.options(num_returns=2).remote(task, result, samples)
+    return runner.score_group.remote(task, result, samples), samples
 
 
 def _load(record: RunnerRecord) -> int:

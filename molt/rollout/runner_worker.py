@@ -1,5 +1,6 @@
 """The process of a runner."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,9 +28,11 @@ _watched: Any = ray.method(concurrency_group=WATCHED)
 class RunnerWorker(AgentHost):
     """An `AgentHost` as a Ray actor."""
 
-    async def run_group(self, task: GroupTask) -> tuple[GroupResult, list[list[Sample]]]:
+    async def run_group(
+        self, task: GroupTask, begun: GroupResult | None = None, samples: Sequence[list[Sample]] = ()
+    ) -> tuple[GroupResult, list[list[Sample]]]:
         """As `AgentHost.run_group`, and says where the samples are."""
-        result, samples = await super().run_group(task)
+        result, samples = await super().run_group(task, begun, samples)
         return replace(result, node=ray.get_runtime_context().get_node_id()), samples
 
     @_watched

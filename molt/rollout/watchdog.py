@@ -26,7 +26,7 @@ class RolloutState:
     index: int
     runner: str
     doing: str
-    """`agent`: the user's code runs; `engine`: a model call does."""
+    """`agent`: the user's code runs; `engine`: a model call does; `scorer`: it waits for its score."""
     turns: int
     age_s: float
     silent_s: float

@@ -12,10 +12,13 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from molt.agents import Trajectory, reasoning_gym_scorer
 from molt.agents.load import load_runner, resolved
 from molt.agents.step_runner import EpisodeContext
 from molt.chat.render import Renderer
 from molt.errors import AgentError
+from molt.rollout.reward import trajectory_of
+from molt.rollout.samples import to_sample
 from molt.types import Prompt, Scored
 from tests.examples.scripted import TOKENIZER, Script
 
@@ -202,15 +205,24 @@ def reasoning_gym(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", library)
 
 
+def scored_by_the_library(episode):
+    """The reward as its scorer computes it, which a run does in a process apart (tests/rollout/test_reward.py)."""
+    reasoning_gym_scorer.dataset.cache_clear()
+    prompt = Prompt(0, 0, 0, None, "Rules.", label=0)
+    trajectory = trajectory_of(prompt, episode, [to_sample(episode.turns)])
+    return reasoning_gym_scorer.score(Trajectory.from_json(trajectory.to_json()))
+
+
 @pytest.mark.parametrize("label", [0, 2, 3, 100])
 def test_a_question_is_asked_and_the_library_scores_the_answer(reasoning_gym, label):
     answer = f"so it is <answer>{label + 1}</answer>"
     episode, prompts = play("reasoning_gym:sums", answer, label=label)
     how = "Give the final answer between <answer> and </answer>."
     assert prompts == [user(f"Rules.\n\nWhat is {label} + 1?\n\n{how}")]
-    assert episode.outcome == Scored(1.0, 1.0) and not episode.truncated
-    assert play("reasoning_gym:sums", "<answer>no</answer>", label=label)[0].outcome == Scored(0.25, 0.25)
-    assert play("reasoning_gym:sums", str(label + 1), label=label)[0].outcome == Scored(0.0, 0.0)
+    assert episode.outcome == Scored(0.0, 0.0) and not episode.truncated and not episode.info
+    assert scored_by_the_library(episode) == 1.0
+    assert scored_by_the_library(play("reasoning_gym:sums", "<answer>no</answer>", label=label)[0]) == 0.25
+    assert scored_by_the_library(play("reasoning_gym:sums", str(label + 1), label=label)[0]) == 0.0
 
 
 def test_an_unknown_dataset_names_the_nearest(reasoning_gym):
@@ -412,8 +424,8 @@ def test_leg_counting_of_reasoning_gym_itself():
     library = pytest.importorskip("reasoning_gym")
     entry = library.create_dataset("leg_counting", seed=500)[234]
     episode, prompts = play("reasoning_gym:leg_counting", f"<answer>{entry['answer']}</answer>", label=734)
-    assert entry["question"].strip() in prompts[0] and episode.outcome == Scored(1.0, 1.0)
-    assert play("reasoning_gym:leg_counting", "many", label=734)[0].outcome == Scored(0.0, 0.0)
+    assert entry["question"].strip() in prompts[0] and scored_by_the_library(episode) == 1.0
+    assert scored_by_the_library(play("reasoning_gym:leg_counting", "many", label=734)[0]) == 0.0
     with pytest.raises(AgentError, match="Did you mean 'leg_counting'"):
         load_runner("reasoning_gym:leg_countin")
 

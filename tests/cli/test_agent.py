@@ -54,6 +54,23 @@ def test_an_env_with_tools_is_offered_them(capsys, tmp_path):
     assert "Name a JSON list of schemas" in capsys.readouterr().err
 
 
+def test_a_scorer_gives_the_reward(model, capsys, tmp_path):
+    scorer = tmp_path / "scorer.py"
+    scorer.write_text(
+        "from molt.agents import Result\n"
+        "def score(trajectory):\n"
+        "    info = {'tokens': trajectory.generated_tokens}\n"
+        "    return Result(len(trajectory.answer), score=trajectory.agent_reward, info=info)\n"
+    )
+    flags = ("--label", "hi", "--answer", "hi", "--scorer", str(scorer))
+    out = shown(capsys, model, "chat_minimal.py", *flags)
+    assert "Scored: reward 2, score 1" in out and "  tokens 3" in out
+    scorer.write_text("def score(trajectory):\n    raise KeyError('grader')\n")
+    assert main(["agent", "check", str(AGENTS / "chat_minimal.py"), "--model", model, *flags]) == 1
+    error = capsys.readouterr().err
+    assert "scorer_KeyError: KeyError: 'grader' at " in error and "The score would fail in a run" in error
+
+
 def test_what_cannot_be(model, capsys, tmp_path):
     assert main(["agent", "check", str(AGENTS / "chat_minimal.py"), "--model", model, "--no_chat"]) == 2
     assert "a ChatAgent talks in messages" in capsys.readouterr().err

@@ -197,6 +197,26 @@ def test_functions_of_the_user(run, capsys):
     assert code == 0, "an evaluation has no advantages"
 
 
+@pytest.mark.parametrize("kind", ["rl", "eval"])
+def test_a_scorer_is_loaded_in_a_process_of_its_own(kind, run, capsys):
+    (run / "scorer.py").write_text("import sys\nMARK = sys.argv\ndef score(trajectory): return 1.0\n")
+    arguments = [*RL.split(), "--eval.dataset", "prompts.jsonl", "--reward.scorer", "scorer.py"]
+    assert main(["check", kind, *arguments]) == 0
+    assert "ok       scorer: scorer.py loads; its reward replaces the agent's" in capsys.readouterr().out
+    assert not [name for name in sys.modules if name.startswith("molt_plugin_scorer")]
+
+    (run / "scorer.py").write_text("def scores(trajectory): return 1.0\n")
+    assert main(["check", kind, *arguments]) == 1
+    assert "exports no function `score`: no reward can arise. Did you mean 'scores'?" in capsys.readouterr().out
+
+
+def test_a_judge_whose_scores_are_kept_is_a_warning(run, capsys):
+    (run / "scorer.py").write_text("def score(trajectory, judge_url): return 1.0\n")
+    code, lines = _check(capsys, "--reward.scorer scorer.py --reward.cache_dir scores")
+    assert code == 0 and any("what a judge says depends on the weights" in line for line in lines)
+    assert not any("scorer" in line for line in _check(capsys)[1])
+
+
 def test_what_an_estimator_does_not_read_is_a_warning(run, capsys):
     flags = f"--algo.advantage.estimator {ALGORITHMS}/group_median.py:group_median --critic.adam.lr 1e-4"
     code, lines = _check(capsys, f"{flags} --algo.advantage.gamma 0.9")

@@ -7,7 +7,7 @@ import numpy as np
 
 from molt.columns import Column
 from molt.rollout.samples import describe
-from molt.types import Group, InfraFailure, PolicyFailure, Prompt, RolloutInfo, Scored
+from molt.types import Group, InfraFailure, PolicyFailure, Prompt, RolloutInfo, Scored, Unscored
 from tests.streams import load_buffer, sample_from, save_buffer
 
 
@@ -110,3 +110,17 @@ def test_there_is_no_pickle_in_it(tmp_path):
     with np.load(tmp_path / "buffer.npz", allow_pickle=False) as file:
         for name in file.files:
             file[name]  # an array of objects would raise here
+
+
+def test_a_group_that_waits_for_scores_is_saved_with_its_trajectories(tmp_path):
+    heavy = [[[sample(4, 0)], [sample(3, 1)]]]
+    waiting = [
+        rollout("1:5", 0, Unscored('{"label": "\\ud83d"}'), heavy[0][0]),
+        rollout("1:5", 1, Scored(0.5, 1.0), heavy[0][1]),
+    ]
+    group = Group(prompt(1, 5), order=8, start_step=3, unscored=waiting)
+    assert group.scoring and not group.finished
+    save_buffer(tmp_path, [group], heavy)
+    (loaded,), samples = load_buffer(tmp_path, prompt)
+    assert_same_samples(samples, heavy)
+    assert [rollout.outcome for rollout in loaded.rollouts] == [rollout.outcome for rollout in waiting]

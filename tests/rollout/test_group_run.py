@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from molt.agents.scheme import independent
-from molt.config import EvalConfig, PromptDataConfig, RolloutConfig
+from molt.config import EvalConfig, PromptDataConfig, RewardConfig, RolloutConfig
 from molt.errors import AgentError
 from molt.rollout.agent_host import SCHEME, AgentHost, RunnerSettings, longest_s
 from molt.rollout.group_run import GroupRun, PlayedRollout
@@ -201,8 +200,8 @@ def test_an_evaluation_has_no_scheme(host):
 def test_the_rollouts_of_a_scheme_may_follow_each_other():
     # 4 rollouts of two attempts of 180 s, and 30 s each to close
     limits = {"timeout_s": 180.0, "max_retries": 1, "n_samples_per_prompt": 4}
-    assert longest_s(RolloutConfig(**limits, scheme=DRAFT_REVISE)) == 4 * 420.0
-    assert longest_s(RolloutConfig(**limits)) == 420.0
+    assert longest_s(RolloutConfig(**limits, scheme=DRAFT_REVISE), RewardConfig()) == 4 * 420.0
+    assert longest_s(RolloutConfig(**limits), RewardConfig()) == 420.0
 
 
 def test_a_rollout_that_starts_after_the_scheme_has_ended_is_refused():
@@ -250,7 +249,11 @@ def run_scheme(scheme, *, outcomes=None, n=3, limit_s=None, play=None, **prompt)
     return result
 
 
-def test_without_a_scheme_all_start_at_once_and_a_failed_one_stops_no_other():
+async def all_at_once(task, rollout):
+    await asyncio.gather(*(rollout(index) for index in range(task.n)))
+
+
+def test_all_may_start_at_once_and_a_failed_one_stops_no_other():
     started = []
 
     async def play(group, index, given):
@@ -259,7 +262,7 @@ def test_without_a_scheme_all_start_at_once_and_a_failed_one_stops_no_other():
         assert started == [0, 1, 2] and given == {}
         return played(index, InfraFailure("timeout") if index == 0 else None)
 
-    result = run_scheme(independent, play=play)
+    result = run_scheme(all_at_once, play=play)
     assert [r.failed for r in result.rollouts] == [True, False, False] and result.failure is None
 
 

@@ -7,7 +7,9 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, ObjectLostError
 
+from molt.config import RLCkptConfig
 from molt.errors import LostError
+from molt.records.checkpoints import Checkpoints
 from molt.records.state import RunState
 from molt.rollout import keeper_worker
 from molt.rollout.keepers import Keepers
@@ -151,6 +153,40 @@ def test_what_is_lost_is_named_and_the_rest_is_there(monkeypatch):
 
     monkeypatch.setattr(ray, "get", get)
     assert keeper_worker.fetch(["a", "gone", "b", "late"]) == ([[["a"]], [["b"]]], [1, 3])
+
+
+class LosesTheFirst:
+    """Keepers that find the arrays of the first group lost, once in each folder."""
+
+    def __init__(self):
+        self.written = []
+
+    async def write_arrays(self, directory, samples):
+        is_first = directory.name not in [name for name, _ in self.written]
+        self.written.append((directory.name, samples))
+        return [0] if is_first else []
+
+
+def test_groups_that_wait_for_scores_are_saved_without_those_whose_arrays_are_lost(tmp_path):
+    def group(order, **more):
+        return Group(Prompt(0, order, order, None, "say"), order, start_step=0, samples=f"of {order}", **more)
+
+    aside = tmp_path / "aside"
+    aside.mkdir()
+    finished = tuple(group(order, rollouts=[1]) for order in (1, 2))
+    unscored = tuple(group(order, unscored=[1]) for order in (3, 4, 5))
+    ledger = {"position": 9, "in_flight": [3, 4, 5], "filter": [0, 0]}
+    state = RunState(step=2, total_batches=9, ledger=ledger, finished=finished, unscored=unscored)
+    keepers = LosesTheFirst()
+    saved = asyncio.run(Checkpoints(RLCkptConfig(), None, keepers, None, None)._write_arrays(aside, state))
+    assert saved.finished == finished[1:] and saved.unscored == unscored[1:]
+    assert saved.ledger["in_flight"] == [1, 3, 4, 5]
+    assert keepers.written == [
+        ("aside", ["of 1", "of 2"]),
+        ("aside", ["of 2"]),
+        ("unscored", ["of 3", "of 4", "of 5"]),
+        ("unscored", ["of 4", "of 5"]),
+    ]
 
 
 def test_a_checkpoint_holds_groups_whose_arrays_are_lost_as_prompts_in_flight():

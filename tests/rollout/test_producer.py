@@ -22,7 +22,19 @@ from molt.rollout.group_task import GroupResult
 from molt.rollout.producer import STARTS, GroupFilter, Producer
 from molt.rollout.replacement import LEAST_LIMIT
 from molt.rollout.shutdown import Shutdown
-from molt.types import Group, InfraFailure, Metric, PolicyFailure, Prompt, ReplaceGroup, RolloutInfo, SampleInfo, Scored
+from molt.types import (
+    Group,
+    InfraFailure,
+    Metric,
+    PolicyFailure,
+    Prompt,
+    ReplaceGroup,
+    RolloutInfo,
+    SampleInfo,
+    Scored,
+    Scoring,
+    Unscored,
+)
 
 GOOD = Scored(1.0, 1.0)
 
@@ -68,7 +80,7 @@ class Runners:
         self.started: list[int] = []
         self.ends: dict[int, asyncio.Future] = {}
 
-    async def run_group(self, task):
+    async def run_group(self, task, *_):
         position = task.prompt.position
         self.started.append(position)
         self.ends[position] = asyncio.get_running_loop().create_future()
@@ -164,6 +176,119 @@ class Running:
 def check(coroutine):
     """Run the coroutine; nothing in these tests takes long."""
     return asyncio.run(asyncio.wait_for(coroutine, 20))
+
+
+class Scorers(Runners):
+    """Runners whose groups are scored after they are rolled out."""
+
+    def __init__(self):
+        super().__init__()
+        self.progress = {}
+        self.begun = {}
+
+    async def run_group(self, task, on_progress, begun):
+        self.progress[task.prompt.position] = on_progress
+        self.begun[task.prompt.position] = begun
+        return await super().run_group(task)
+
+    def rolled_out(self, *positions, sampling=()):
+        """The groups wait for scores now, or (sampling) generate again."""
+        for position in positions:
+            waiting = rollouts(Prompt(0, position, 0, None, "x"), [Unscored("{}"), GOOD])
+            self.progress[position](GroupResult(waiting, sampling=sampling), f"samples of {position}")
+
+
+def test_a_group_that_waits_for_scores_holds_an_open_slot_and_no_generation_slot():
+    async def main():
+        async with Running(Stream(20), Scorers(), vllm_generate_batch_size=2) as run:
+            assert run.runners.started == [0, 1]
+            run.runners.rolled_out(0)
+            await settle()
+            assert run.runners.started == [0, 1, 2]  # 1 and 2 generate
+            run.runners.rolled_out(1, 2)
+            await settle()
+            assert run.runners.started == [0, 1, 2, 3]  # (1 + 1) * 2 are open
+            assert (run.producer.tally.scoring, run.producer.tally.generating) == (3, 1)
+            await run.runners.end(0, 1)
+            assert (run.producer.tally.scoring, run.producer.tally.in_flight) == (1, 2)
+            assert await run.train() == [0, 1]
+            assert run.runners.started == [0, 1, 2, 3, 4]  # 3 and 4 generate, and one more may be open
+            run.runners.rolled_out(2, sampling=(0,))  # its score failed: it generates again
+            assert (run.producer.tally.scoring, run.producer.tally.generating) == (0, 3)
+            run.runners.rolled_out(3)
+            run.runners.progress[3](GroupResult([]), None)  # its arrays are lost: it starts again
+            assert (run.producer.tally.scoring, run.producer.tally.generating) == (0, 3)
+            assert run.producer.open["0:3"].samples is None
+            await run.runners.end(2, 3, 4)
+            assert run.producer.tally.scoring == 0
+
+    check(main())
+
+
+def test_a_group_that_fails_or_is_filtered_while_it_is_scored_leaves_the_tally():
+    async def main():
+        async with Running(Stream(20), Scorers(), vllm_generate_batch_size=4) as run:
+            run.runners.rolled_out(0, 1, 2)
+            await run.runners.fail(0, InfraFailure("runner", "died"))
+            await run.runners.end(1, outcomes=(GOOD, InfraFailure("scorer_exit", "gone")))
+            await run.runners.unusable(2, "too long")
+            assert run.discarded == {"runner": 1, "scorer_exit": 1, "prompt_too_long": 1}
+            assert (run.producer.tally.scoring, run.producer.tally.in_flight) == (0, 4)
+
+    check(main())
+
+
+def test_drain_waits_for_scores_too():
+    async def main():
+        async with Running(Stream(20), Scorers(), vllm_generate_batch_size=4) as run:
+            run.runners.rolled_out(0, 1, 2, 3)
+            drained = asyncio.create_task(run.producer.drain())
+            await run.runners.end(0, 1, 2)
+            assert not drained.done()
+            await run.runners.end(3)
+            await drained
+
+    check(main())
+
+
+def test_a_group_that_waits_for_scores_is_continued_after_a_resume():
+    async def main():
+        async with Running(Stream(20), Scorers(), vllm_generate_batch_size=4) as run:
+            await run.runners.end(1)
+            run.runners.rolled_out(0, 3)
+            lost = rollouts(Prompt(0, 2, 0, None, "x"), [Unscored("{}"), InfraFailure("timeout")])
+            run.runners.progress[2](GroupResult(lost), "samples of 2")  # which will be discarded anyway
+            ledger = run.producer.ledger()
+            finished, unscored = run.producer.finished_groups(), run.producer.unscored_groups()
+        assert ledger["in_flight"] == [0, 2, 3] and [group.prompt.position for group in unscored] == [0, 3]
+
+        restore = (ledger, finished, 0, unscored)
+        async with Running(Stream(20), Scorers(), vllm_generate_batch_size=4, restore=restore) as again:
+            assert sorted(again.runners.started) == [0, 2, 3]
+            assert again.runners.begun[2] is None
+            for position in (0, 3):
+                result, samples = again.runners.begun[position]
+                assert [type(rollout.outcome) for rollout in result.rollouts] == [Unscored, Scored]
+                assert samples == f"samples of {position}"
+            assert (again.producer.tally.scoring, again.producer.tally.in_flight) == (2, 3)
+            await again.runners.end(0)
+            assert await again.train() == [0, 1]
+
+    check(main())
+
+
+def test_scores_that_failed_and_were_repeated_are_counted_but_no_attempts():
+    async def main():
+        async with Running(Stream(20), Scorers()) as run:
+            scoring = Scoring(1.0, None, (InfraFailure("scorer_timeout", "late"),) * 2)
+            found = [replace(each, scoring=scoring) for each in rollouts(Prompt(0, 0, 0, None, "x"), [GOOD])]
+            run.runners.ends[0].set_result((GroupResult(found), "samples"))
+            await settle()
+            assert run.count("faults/scorer_timeout") == 2
+            assert [kind for kind, _ in run.events] == ["score_failed"] * 2
+            assert run.producer.failures.failed == 0 and len(run.producer.failures.recent) == 1
+
+    check(main())
 
 
 def test_admission_limits_open_groups_and_groups_in_flight():
@@ -669,7 +794,7 @@ class Timed:
         self.delays, self.lost = delays, lost
         self.in_flight = self.most = 0
 
-    async def run_group(self, task):
+    async def run_group(self, task, *_):
         self.in_flight += 1
         self.most = max(self.most, self.in_flight)
         try:
@@ -795,7 +920,7 @@ class Fated:
     fates: list[Fate]
     patience_s = 5.0
 
-    async def run_group(self, task):
+    async def run_group(self, task, *_):
         fate = self.fates[task.prompt.row]
         if fate.lost == "group":
             raise InfraFailure("runner", "died")

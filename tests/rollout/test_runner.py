@@ -14,7 +14,7 @@ import ray
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from molt.config import PromptDataConfig, RolloutConfig
+from molt.config import PromptDataConfig, RewardConfig, RolloutConfig
 from molt.errors import EngineError, LostError
 from molt.rollout.agent_host import AgentHost, RunnerSettings, longest_s
 from molt.rollout.engine_pool import MAX_ATTEMPTS, EnginePool
@@ -282,7 +282,7 @@ def test_a_blocked_event_loop_is_measured_from_the_first_look_on(host):
 
 def test_a_runner_is_given_what_its_own_limits_add_up_to():
     # two attempts of 180 s, and 30 s each to close
-    assert longest_s(RolloutConfig(timeout_s=180.0, max_retries=1)) == 420.0
+    assert longest_s(RolloutConfig(timeout_s=180.0, max_retries=1), RewardConfig()) == 420.0
 
 
 def test_a_group_that_is_cancelled_ends_and_makes_no_further_attempt(host):

@@ -13,7 +13,7 @@ from molt.rollout import runner_pool
 from molt.rollout.group_task import GroupResult, GroupTask
 from molt.rollout.runner_pool import RunnerPool
 from molt.rollout.watchdog import LoopTimes, RolloutState
-from molt.types import InfraFailure, Prompt
+from molt.types import InfraFailure, Prompt, RolloutInfo, Scored, Unscored
 
 
 class Handle:
@@ -29,8 +29,17 @@ class Handle:
         self.blocks = SimpleNamespace(remote=self._blocks)
         self.ready = SimpleNamespace(remote=self._ready)
         self.run_group = SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=self._run_group))
+        self.score_group = SimpleNamespace(remote=self._score_group)
+        self.begun = []
+        """What the calls said of the group, None for a new one."""
 
-    def _run_group(self, task):
+    def _score_group(self, task, begun, samples):
+        self.begun.append(("score", begun))
+        self.results.append(asyncio.get_running_loop().create_future())
+        return self.results[-1]
+
+    def _run_group(self, task, begun=None, samples=()):
+        self.begun.append(("run", begun))
         loop = asyncio.get_running_loop()
         result, samples = loop.create_future(), loop.create_future()
         samples.set_result([])
@@ -94,6 +103,78 @@ def test_a_group_goes_to_the_runner_with_the_fewest(world):
                 result.set_result(GroupResult([]))
         answers = await asyncio.gather(*groups)
         assert all(result == GroupResult([]) for result, _ in answers) and pool.in_flight == [0, 0]
+
+    asyncio.run(main())
+
+
+def answer(*outcomes, sampling=()):
+    infos = [RolloutInfo("0:0", index, outcome, None, 1, ()) for index, outcome in enumerate(outcomes)]
+    return GroupResult(infos, sampling=sampling)
+
+
+WAITS = answer(Unscored("{}"))
+AGAIN = answer(InfraFailure("scorer_exit"), sampling=(0,))
+DONE = answer(Scored(1.0, 1.0))
+
+
+def test_a_group_is_rolled_out_then_scored_and_rolled_out_again_where_a_score_failed(world):
+    async def main():
+        pool, seen = world.pool(1), []
+        group = asyncio.create_task(pool.run_group(task(0), lambda result, samples: seen.append(result)))
+        for number, result in enumerate([WAITS, AGAIN, WAITS, DONE]):
+            await asyncio.sleep(0.01)
+            world.handles[0].results[number].set_result(result)
+        assert (await group)[0] == DONE and seen == [WAITS, AGAIN, WAITS]
+        assert world.handles[0].begun == [("run", None), ("score", WAITS), ("run", AGAIN), ("score", WAITS)]
+        assert pool.in_flight == [0]
+
+    asyncio.run(main())
+
+
+def test_a_runner_that_dies_while_it_scores_costs_no_rollout(world):
+    async def main():
+        pool = world.pool(1)
+        group = asyncio.create_task(pool.run_group(task(0)))
+        await asyncio.sleep(0.01)
+        world.handles[0].results[0].set_result(WAITS)
+        await asyncio.sleep(0.01)
+        world.handles[0].results[1].set_exception(ActorDiedError())
+        await asyncio.sleep(0.01)
+        assert world.handles[1].begun == [("score", WAITS)]
+        world.handles[1].results[0].set_result(DONE)
+        assert (await group)[0] == DONE
+
+    asyncio.run(main())
+
+
+def test_a_group_whose_arrays_are_lost_while_it_is_scored_starts_again(world):
+    async def main():
+        pool, seen = world.pool(1), []
+        group = asyncio.create_task(pool.run_group(task(0), lambda *progress: seen.append(progress)))
+        await asyncio.sleep(0.01)
+        world.handles[0].results[0].set_result(WAITS)
+        await asyncio.sleep(0.01)
+        world.handles[0].results[1].set_exception(ObjectLostError("0" * 56, None, ""))
+        await asyncio.sleep(0.01)
+        assert world.handles[0].begun == [("run", None), ("score", WAITS), ("run", None)]
+        assert seen[1] == (GroupResult([]), None)  # nothing is past generation
+        assert world.events == [("group_lost", {"group": "0:0"})]
+        world.handles[0].results[2].set_result(DONE)
+        assert (await group)[0] == DONE and pool.in_flight == [0]
+
+    asyncio.run(main())
+
+
+def test_a_resumed_group_is_only_scored(world):
+    async def main():
+        pool = world.pool(1)
+        samples = asyncio.get_running_loop().create_future()
+        samples.set_result([])
+        group = asyncio.create_task(pool.run_group(task(0), begun=(WAITS, samples)))
+        await asyncio.sleep(0.01)
+        assert world.handles[0].begun == [("score", WAITS)]
+        world.handles[0].results[0].set_result(DONE)
+        assert await group == (DONE, samples)
 
     asyncio.run(main())
 
