@@ -673,6 +673,18 @@ def turn_rewards_need_rewards_of_tokens(c: RLConfig, algorithm: Algorithm) -> Me
     )
 
 
+@rule("rl")
+def turn_rewards_are_the_agents(c: RLConfig) -> Message:
+    if not c.algo.advantage.turn_rewards or c.reward.scorer is None:
+        return None
+    return message(
+        c,
+        [RL.algo.advantage.turn_rewards, RL.reward.scorer],
+        "the scorer's reward takes the place of what the turns gave, which would still be credited",
+        "Use --no-algo.advantage.turn_rewards, or drop --reward.scorer",
+    )
+
+
 # The policy loss.
 
 

@@ -256,6 +256,14 @@ BROKEN = [
         "--algo.advantage.estimator reinforce",
     ),
     (
+        rules.turn_rewards_are_the_agents,
+        "rl",
+        "--algo.advantage.turn_rewards --reward.scorer s.py",
+        ["(=True)", "(=s.py)"],
+        "takes the place of what the turns gave",
+        "--no-algo.advantage.turn_rewards",
+    ),
+    (
         rules.centering_is_the_loss,
         "rl",
         f"{CENTERING} 8 --actor.loss_mode gspo",
