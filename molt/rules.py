@@ -681,7 +681,7 @@ def turn_rewards_are_the_agents(c: RLConfig) -> Message:
         c,
         [RL.algo.advantage.turn_rewards, RL.reward.scorer],
         "the scorer's reward takes the place of what the turns gave, which would still be credited",
-        "Use --no-algo.advantage.turn_rewards, or drop --reward.scorer",
+        "Drop --algo.advantage.turn_rewards, or use --reward.scorer None",
     )
 
 

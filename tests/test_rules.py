@@ -261,7 +261,7 @@ BROKEN = [
         "--algo.advantage.turn_rewards --reward.scorer s.py",
         ["(=True)", "(=s.py)"],
         "takes the place of what the turns gave",
-        "--no-algo.advantage.turn_rewards",
+        "--reward.scorer None",
     ),
     (
         rules.centering_is_the_loss,
