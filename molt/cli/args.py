@@ -20,9 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from molt.cli.row_names import help_from_tables, refuse_unknown_rows
-from molt.config import RLConfig
 from molt.config_file import TOML_WORDS, load
-from molt.config_sft import SftConfig
 from molt.errors import ConfigError, LostError, MoltError, did_you_mean
 from molt.rare_gc import collect_rarely
 
@@ -34,21 +32,21 @@ LOST = 3
 COLOUR = r"\x1b\[[\d;]*m"
 DOUBLE_NO = re.compile(rf",({COLOUR}| )*--[\w.]*\bno_no_\w+")
 COLOUR_OR_CHARACTER = re.compile(rf"({COLOUR})|.")
-ESSENTIALS: dict[type, str] = {
-    RLConfig: """Most runs set few of the flags below:
+ESSENTIALS = {
+    "RLConfig": """Most runs set few of the flags below:
   agent and model   --train.agent_path --actor.model_name_or_path
   data              --data.prompt_dataset --data.label_key --data.apply_chat_template --data.max_len
   batch             --rollout.batch_size --rollout.n_samples_per_prompt --rollout.max_new_tokens
   training          --algo.advantage.estimator --actor.adam.lr --train.max_steps
   evaluation        --eval.dataset --eval.steps --eval.eval_at_start
   output            --ckpt.output_dir --ckpt.load_enable --logger.logging_steps""",
-    SftConfig: """Most runs set few of the flags below:
+    "SftConfig": """Most runs set few of the flags below:
   model and data    --model.model_name_or_path --data.dataset --data.output_key --data.max_len
   training          --train.batch_size --train.micro_batch_size --train.max_epochs --adam.lr --lr_scheduler
   evaluation        --eval.dataset --eval.steps
   output            --ckpt.output_dir --ckpt.load_enable --logger.logging_steps""",
 }
-"""On top of the help."""
+"""On top of the help, by the class of the settings; RL does not import that of SFT."""
 CONFIG_HELP = (
     "--config FILE.toml loads the settings of an earlier run (RUN/run/config.toml) as defaults; flags override it. "
     "`{None}` stands for unset."
@@ -98,8 +96,8 @@ def parse(config_class: type[Config], argv: list[str], *, prog: str, about: str 
 def _description(config_class: type, about: str | None) -> str:
     """The text on top of the help."""
     parts = [about or config_class.__doc__ or ""]
-    if config_class in ESSENTIALS:
-        parts.append(ESSENTIALS[config_class])
+    if config_class.__name__ in ESSENTIALS:
+        parts.append(ESSENTIALS[config_class.__name__])
     parts.append(CONFIG_HELP)
     return "\n\n".join(parts)
 

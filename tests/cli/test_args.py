@@ -134,7 +134,7 @@ def test_help_has_every_flag_with_its_string(config_class, capsys):
 
 @pytest.mark.parametrize("config_class", CONFIGS)
 def test_the_help_begins_with_the_flags_that_most_runs_need(config_class, capsys):
-    essential = re.findall(r"--([\w.]+)", ESSENTIALS[config_class])
+    essential = re.findall(r"--([\w.]+)", ESSENTIALS[config_class.__name__])
     assert set(essential) <= flags(config_class).keys() and 10 <= len(essential) <= 20
     with pytest.raises(SystemExit):
         _parse("--help", config_class)
