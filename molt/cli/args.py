@@ -46,7 +46,7 @@ ESSENTIALS = {
   evaluation        --eval.dataset --eval.steps
   output            --ckpt.output_dir --ckpt.load_enable --logger.logging_steps""",
 }
-"""On top of the help, by the name of the settings' class: the path of RL imports none of SFT."""
+"""On top of the help, by the class of the settings; RL does not import that of SFT."""
 CONFIG_HELP = (
     "--config FILE.toml loads the settings of an earlier run (RUN/run/config.toml) as defaults; flags override it. "
     "`{None}` stands for unset."

@@ -306,10 +306,10 @@ def test_reset_may_replace_the_prompt_and_leaves_the_groups_prompt_alone():
 @pytest.mark.parametrize(
     ("left", "message"),
     [
-        (None, r"Lost.reset \(.*\) returned NoneType without a `prompt`.*Return the state"),
-        ({"label": 1}, r"Lost.reset \(.*\) returned dict without a `prompt`"),
-        ({"prompt": "text"}, r"Lost.reset \(.*\) left a str as `prompt`.*Leave a list"),
-        ({"prompt": None}, r"Lost.reset \(.*\) left a NoneType as `prompt`"),
+        (None, r"returned NoneType without a `prompt`.*Return the state"),
+        ({"label": 1}, r"returned dict without a `prompt`"),
+        ({"prompt": "text"}, r"left a str as `prompt`.*Leave a list"),
+        ({"prompt": None}, r"left a NoneType as `prompt`"),
     ],
 )
 def test_reset_that_returns_nonsense(left, message):
