@@ -532,7 +532,7 @@ class Endings:
         self.kept = kept
         self.ended = 0
 
-    async def run_group(self, task):
+    async def run_group(self, task, *_):
         await asyncio.sleep(0)
         self.ended += 1
         score = 0.5 if task.prompt.position in self.kept else 0.0
