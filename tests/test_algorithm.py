@@ -63,5 +63,10 @@ def test_a_wrong_name_is_refused_with_the_names_there_are():
 
 
 def test_every_setting_of_the_reward_reaches_its_shaping():
-    settings = RewardConfig((-1.0, 2.0), 64, 0.5, 0.25)
+    settings = RewardConfig(
+        clip_range=(-1.0, 2.0),
+        overlong_buffer_len=64,
+        overlong_penalty_factor=0.5,
+        stop_properly_penalty_coef=0.25,
+    )
     assert reward_shaping(settings, 512) == Shaping(512, (-1.0, 2.0), 64, 0.5, 0.25)
