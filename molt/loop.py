@@ -102,22 +102,15 @@ async def learn(run: Run) -> None:
 
         # reward → advantage → batch
         rollouts = [group.rollouts for group in groups]
-        samples = [group.samples for group in groups]
         rewards = shaped_rewards(rollouts, run.spec.shaping)
         taking_part = participation(rollouts, config.reward)
         group_advantages = advantages(rollouts, rewards, run.spec.algorithm.estimator, taking_part)
 
-        layout = batch_layout(config)
         split = partial(
-            plan_batch,
-            rollouts,
-            rewards=rewards,
-            group_advantages=group_advantages,
-            taking_part=taking_part,
-            **layout,
+            plan_batch, rollouts, rewards=rewards, group_advantages=group_advantages, taking_part=taking_part
         )
-        plans = cluster.plans(split, aggregation=config.actor.loss_agg_mode)
-        lost = await cluster.fetch(plans, samples)
+        plans = cluster.plans(partial(split, **batch_layout(config)), aggregation=config.actor.loss_agg_mode)
+        lost = await cluster.fetch(plans, [group.samples for group in groups])
         if lost:  # with the node that they were on: the batch is taken anew
             run.producer.begin_again([groups[index] for index in lost])
             continue
@@ -153,11 +146,7 @@ async def learn(run: Run) -> None:
         if trained.get("train/skipped_count", Metric(0)).total:
             await trip(run, groups)
 
-        is_last = run.step == run.total_batches
-        if is_last or run.evaluator.due(run.step):
-            await begin_evaluation(run)
-        if config.ckpt.save_steps > 0 and run.step % config.ckpt.save_steps == 0:
-            await save(run)
+        await evaluate_and_save_if_due(run)
 
 
 # What the learner waits for.
@@ -261,6 +250,16 @@ async def first_of(task: asyncio.Task[Any], *events: asyncio.Event) -> None:
     finally:
         for wait in waits:
             wait.cancel()
+
+
+async def evaluate_and_save_if_due(run: Run) -> None:
+    """What follows a batch, by `eval.steps` and `ckpt.save_steps`; the last batch is always evaluated."""
+    is_last = run.step == run.total_batches
+    if is_last or run.evaluator.due(run.step):
+        await begin_evaluation(run)
+    save_steps = run.config.ckpt.save_steps
+    if save_steps > 0 and run.step % save_steps == 0:
+        await save(run)
 
 
 # The numbers of a step.
