@@ -176,6 +176,8 @@ def test_sigterm_in_an_evaluation_saves_and_a_resume_measures_it(ray_session, mo
             await begin_evaluation(self, step, version)
             if step == last:
                 os.kill(os.getpid(), signal.SIGTERM)
+                for _ in range(10):  # the event loop sees the signal before the next batch is taken
+                    await asyncio.sleep(0)
 
         with monkeypatch.context() as stopping:
             stopping.setattr(Evaluator, "begin", then_stop)

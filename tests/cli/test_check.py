@@ -338,12 +338,17 @@ def test_every_entry_checks_before_ray_or_an_engine_is_imported(entry, extra, co
 
 
 CHAT_AGENT = """
-from molt.agents import ChatAgent, ChatAgentRunner
+from molt.agents import ChatAgent, ChatAgentRunner, Result
+
+
+class Silent(ChatAgent):
+    async def run(self, ctx):
+        return Result(reward=0.0)
 
 
 class AgentRunner(ChatAgentRunner):
     def __init__(self):
-        super().__init__(ChatAgent)
+        super().__init__(Silent)
 """
 
 

@@ -172,7 +172,8 @@ def backends(mesh, cases, layouts, target: Path) -> dict[tuple[str, str], Backen
                 )
                 steps[-1].append((done["train/loss"].total, done["train/grad_norm"].total))
         with torch.no_grad():
-            probe = [values[0] for values in model(collate(step_batch(seed=5)[0][:1], packed=False))]
+            output = model(collate(step_batch(seed=5)[0][:1], packed=False))
+            probe = [output.logprobs[0], output.entropy[0]]
         export_hf(model, char_tokenizer(), target / f"{path.name}_{backend}_{mesh.size}", mesh)
         module, dtypes = type(model.causal_lm).__module__, {p.dtype for p in model.parameters()}
         results[path.name, backend] = BackendRun(module, dtypes, steps, probe, "nemo_automodel" in sys.modules)

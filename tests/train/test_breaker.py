@@ -233,8 +233,8 @@ def test_values_that_are_nan_are_a_loss_that_is_not_finite(critic):
 
 FAULTS = {
     # Log-probs of which no ratio can be formed; or a finite loss whose gradient is infinite.
-    "nan": lambda model, inputs, found: (found[0] * nan, *found[1:]),
-    "inf": lambda model, inputs, found: found[0].register_hook(lambda gradient: gradient * inf) and None,
+    "nan": lambda model, inputs, found: found._replace(logprobs=found.logprobs * nan),
+    "inf": lambda model, inputs, found: found.logprobs.register_hook(lambda gradient: gradient * inf) and None,
 }
 
 

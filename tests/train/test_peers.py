@@ -8,12 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from molt.batch.plan import Place, SampleTask
 from molt.config import AdvantageConfig, CkptConfig, FsdpConfig, KlConfig, ModelConfig
 from molt.config_sft import SftConfig, SftDataConfig, SftTrainConfig
 from molt.parallel.shape import ALL_AXES, MeshShape
 from molt.report import metrics as report
 from molt.train.checkpoint import begin, commit
 from molt.train.critic import Critic
+from molt.train.exchange import routes
 from molt.train.inference import tasks_of
 from molt.train.policy import Policy
 from molt.train.policy_worker import PolicyRanks
@@ -64,17 +66,20 @@ class Peer:
 
 @pytest.mark.parametrize("shape", LAYOUTS.values(), ids=LAYOUTS)
 def test_peers_get_the_plan_of_their_data_parallel_rank_and_the_first_answers(shape):
+    plans = [[[[SampleTask(Place(group, 0, 0), 0.0, 0.0, 1.0)]]] for group in range(2)]
+    to_critic = routes(plans, plans)
+
     async def main():
         ranks = PolicyRanks(Peer, shape, name="policy", timeout_s=5)
         assert [peer.rank for peer in ranks.workers] == [0, 1, 2, 3]
-        arrays = await ranks.infer([[], [[[]]]], [])
-        prepared, returns = await ranks.prepare([[], [[[]]]], [], {}, 0, 0.0)
+        arrays = await ranks.infer(plans, to_critic)
+        prepared, returns = await ranks.prepare(plans, {}, to_critic, 0, 0.0)
         return ranks, arrays, returns, prepared, await ranks.train()
 
     ranks, arrays, returns, prepared, trained = asyncio.run(main())
     for peer in ranks.workers:
-        assert peer.plans == [[[], [], [[[]]], [[[]]]][peer.rank]] * 2
-    assert arrays == returns == ["arrays of rank 0", "arrays of rank 2"]
+        assert peer.plans == [plans[peer.rank // 2]] * 2
+    assert arrays == returns == {0: ["arrays of rank 0"], 1: ["arrays of rank 2"]}
     assert prepared == trained == {"n": Metric(0.0 + 2.0, 2.0)}
 
 
@@ -175,12 +180,18 @@ def saved(mesh, policy, directory):
     return directory / "step_000001"
 
 
+def with_nan(model, inputs, output):
+    return output._replace(logprobs=output.logprobs * math.nan)
+
+
 def with_a_fault(mesh, policy, plan, samples, inferred):
     """A batch in which the log-probs of the last rank alone are NaN. Metrics, evidence, whether no weight moved."""
     before = weights(policy.model)
     policy.prepare(plan, samples, inferred, 6, KL_COEF)
     if mesh.rank == mesh.size - 1:
-        policy.model.register_forward_hook(lambda model, inputs, found: (found[0] * math.nan, *found[1:]))
+        policy.model.register_forward_hook(
+            lambda model, inputs, found: found._replace(logprobs=found.logprobs * math.nan)
+        )
     metrics = policy.train()
     unmoved = all(torch.equal(before[name], now) for name, now in weights(policy.model).items())
     return metrics, policy.evidence(), unmoved

@@ -55,7 +55,7 @@ def test_a_third_back_end_trains_publishes_and_exports(toy_row, directory, mesh,
     for gradient_checkpoint in ("none", "full"):
         policy = build_policy(ModelConfig(str(directory), gradient_checkpoint), FSDP, mesh, CPU)
         assert isinstance(policy.causal_lm, toy.Toy)
-        logprobs, entropies = policy(batch)
+        logprobs, entropies = policy(batch)[:2]
         # Logits (0, ln 2, 0) after token 1: probabilities 1/4, 1/2, 1/4. All are 1/3 after token 2.
         torch.testing.assert_close(logprobs, torch.tensor([[0, -log(2), -log(4), 0, -log(3)]]))
         torch.testing.assert_close(entropies, torch.tensor([[0, 1.5 * log(2), 1.5 * log(2), 0, log(3)]]))
@@ -70,7 +70,7 @@ def test_a_third_back_end_trains_publishes_and_exports(toy_row, directory, mesh,
 
     with torch.no_grad():
         policy.causal_lm.tower[0].weight[2] = torch.tensor([log(2), 0])
-    export_hf(policy, char_tokenizer(), tmp_path / "export")
+    export_hf(policy, char_tokenizer(), tmp_path / "export", mesh)
     again = build_policy(ModelConfig(str(tmp_path / "export")), FSDP, mesh, CPU)
     torch.testing.assert_close(again(batch)[0][0, 4], torch.tensor(-log(2)))
 
