@@ -1,8 +1,8 @@
-"""Runs that lose an engine, a runner, a policy rank, a keeper, an environment and the driver, each at a random moment.
+"""Runs that lose seven kinds of processes (`KINDS`), each at a random moment.
 
     python -m tests.chaos [--fake 10] [--vllm 3] [--seed 0] [--steps 40]
 
-Every schedule is one supervised run with all six kills, compared with one run of the same settings that nothing
+Every schedule is one supervised run with all seven kills, compared with one run of the same settings that nothing
 happens to. Asks: the run completes, every prompt is trained exactly once, every trained group is whole, the final
 pass@1 is that of the undisturbed run. Prints the seconds from each kill to the next step that lasts.
 """
@@ -33,6 +33,7 @@ KINDS = {
     "runner": ("ray::RunnerWorker",),
     "rank": ("ray::PolicyWorker",),
     "keeper": ("ray::KeeperWorker",),
+    "scorer": (f"{sys.executable} -m molt.agents.scorer_process",),
     "environment": ("sh -c sleep",),
     "driver": (f"{sys.executable} -m molt rl", f"{sys.executable} -m tests.runs"),
 }
@@ -48,6 +49,7 @@ def arguments(model: str, output: Path, steps: int, engine: str) -> list[str]:
     return flags(
         model, output, prompts,
         "--train.agent_path", str(Path(__file__).parent / "chaos_agent.py"),
+        "--reward.scorer", str(Path(__file__).parent / "chaos_scorer.py"),
         "--train.watchdog_s", "20",
         "--rollout.num_runners", "2",
         "--vllm.num_engines", "2",
