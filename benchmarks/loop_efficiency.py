@@ -23,6 +23,7 @@ import tempfile
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -40,6 +41,7 @@ from molt.driver import drive
 from molt.rollout.group_task import group_task
 from molt.rollout.handles import ignore_event
 from molt.spec import resolve
+from molt.types import NO_ROLLBACK
 from tests.tiny import ALPHABET, char_tokenizer, save_tiny, tiny_qwen3
 
 PROMPTS = 16
@@ -126,17 +128,20 @@ async def alone(config: RLConfig) -> tuple[list[float], list[float]]:
             rewards = shaped_rewards(rollouts, spec.shaping)
             per_group = advantages(rollouts, rewards, spec.algorithm.estimator)
             began = time.perf_counter()
-            plans = plan_batch(
+            split = partial(
+                plan_batch,
                 rollouts,
                 rewards=rewards,
                 group_advantages=per_group,
                 groups_per_step=config.rollout.batch_size,
                 micro_batch_size=config.train.micro_batch_size,
-                ranks=1,
                 max_len=config.data.max_len,
             )
-            await processes.policy.prepare(plans, samples, {}, 0, 0.0)
-            await processes.policy.train()
+            plans = processes.plans(split, aggregation=config.actor.loss_agg_mode)
+            lost = await processes.fetch(plans, samples)
+            assert not lost, "one node holds everything"
+            _, returns = await processes.prepare(plans, {}, 0, 0.0, NO_ROLLBACK)
+            await processes.train(returns, freeze_policy=False)
             training.append(time.perf_counter() - began)
         return generation[1:], training[1:]  # the first ones warm up
 
