@@ -237,6 +237,7 @@ async def started(
                 processes.engines.start(),
                 _start_models(spec, processes),
                 processes.runners.ready(),
+                _prepare_keepers(spec, processes),
             )
         yield processes
     finally:
@@ -381,6 +382,12 @@ async def _start_models(spec: ProcessSpec, processes: Cluster) -> None:
         elif processes.critic is not None:
             starts.append(processes.critic.start(Critic, critic_settings(spec, role)))
     await asyncio.gather(*starts)
+
+
+async def _prepare_keepers(spec: ProcessSpec, processes: Cluster) -> None:
+    """What they need for the stored rollouts, if there will be any."""
+    if spec.config.logger.rollouts_per_step != 0:
+        await processes.keepers.load_tokenizer()
 
 
 def _rank_options(counts: dict[str, int], gpus: int, *, colocated: bool) -> list[ActorOptions]:

@@ -51,6 +51,10 @@ class Column:
                 f"{', '.join(sorted(RESERVED))}."
             )
 
+    def __hash__(self) -> int:
+        """Of the name alone: columns are keys of every stream, and a name is declared once."""
+        return hash(self.name)
+
     def filled(self, length: int) -> np.ndarray:
         """`[length, *shape]` of `fill`."""
         return np.full((length, *self.shape), self.fill, self.dtype)

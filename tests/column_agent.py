@@ -1,7 +1,8 @@
-"""An agent whose file declares a token column of its own, and an engine that fills it. Nothing else knows of it."""
+"""An agent whose file declares token columns of its own, and engines that fill them. Nothing else knows of them."""
 
 from dataclasses import replace
 
+import numpy as np
 import ray
 
 from molt.agents import StepEnvRunner
@@ -11,6 +12,10 @@ from tests.sevens import Sevens
 
 SURPRISE = Column("surprise", "float64", fill=-1.0, shape=(2,))
 """For each sampled token `[-logprob, token id]`."""
+
+
+BULK = Column("bulk", "float32", fill=0.0, shape=(4096,))
+"""As large as what routing adds to a token; an engine still answers a turn of four without the object store."""
 
 
 class AgentRunner(StepEnvRunner):
@@ -28,3 +33,15 @@ class ColumnEngine(FakeEngine):
 
 
 ColumnEngineWorker = ray.remote(max_concurrency=16384)(ColumnEngine)
+
+
+class BulkEngine(FakeEngine):
+    """Every turn has the large column."""
+
+    async def generate(self, *args, **kwargs):
+        turn = await super().generate(*args, **kwargs)
+        values = np.ones((len(turn.token_ids), *BULK.shape), BULK.dtype)
+        return replace(turn, sampled=turn.sampled.with_column(BULK, values))
+
+
+BulkEngineWorker = ray.remote(max_concurrency=16384)(BulkEngine)

@@ -11,12 +11,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
+import ray
+from ray._private.internal_api import node_stats
 
 from molt.columns import TokenColumns, context
 from molt.train.checkpoint import latest_checkpoint
-from tests.column_agent import SURPRISE, ColumnEngineWorker
+from tests.column_agent import BULK, SURPRISE, BulkEngineWorker, ColumnEngineWorker
 from tests.runs import flags, forbid_arrays, run, settings, trained_groups, write_prompts
 
 pytestmark = pytest.mark.ray
@@ -93,6 +96,30 @@ def test_the_driver_unpickles_no_array(ray_session, model_dir, tmp_path):
         run(settings(model_dir, tmp_path / "again", prompts, "--train.rollout_replay_dir", dump), ColumnEngineWorker)
     assert sorted(trained_groups(tmp_path / "out")) == sorted(trained_groups(tmp_path / "again"))
     assert len(trained_groups(tmp_path / "out")) == 12
+
+
+def created_bytes() -> int:
+    """What has been put into the object store of this node so far."""
+    (node,) = (node for node in ray.nodes() if node["Alive"])
+    reply = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], include_memory_info=False)
+    return reply.store_stats.cumulative_created_bytes
+
+
+def test_an_array_crosses_the_object_store_once(ray_session, model_dir, tmp_path):
+    """From the runner to the rank. Keeper, checkpoint and stored rollouts read it where it is."""
+    prompts, output = write_prompts(tmp_path / "p.jsonl", 8), tmp_path / "out"
+    before = created_bytes()
+    more = ("--ckpt.save_steps", "1", "--logger.rollouts_per_step", "-1")
+    run(settings(model_dir, output, prompts, *more), BulkEngineWorker)
+    crossed = created_bytes() - before
+
+    token_bytes = BULK.shape[0] * 4 + 4 + 4 + 4  # and token_ids, versions, logprobs
+    arrays = 0
+    for path in (output / "run" / "rollouts").glob("step_*.parquet"):
+        for length in pc.list_value_length(pq.read_table(path, columns=["token_ids"])["token_ids"]).to_pylist():
+            arrays += length * token_bytes
+    assert arrays > 2**20
+    assert arrays <= crossed <= 1.1 * arrays
 
 
 def test_the_spy_would_see_it():

@@ -21,12 +21,19 @@ async def gone(*args):
     raise OutOfMemoryError("Task was killed due to the node running low on memory.")
 
 
+def failed_call() -> asyncio.Future:
+    """A call that nobody has to await, as with Ray's references."""
+    call = asyncio.ensure_future(gone())
+    call.add_done_callback(asyncio.Future.exception)  # else asyncio logs it whenever it is collected, in any test
+    return call
+
+
 class Handle:
     """Of an actor that was killed."""
 
     def __getattr__(self, name):
         def remote(*args, **kwargs):
-            calls = [asyncio.ensure_future(gone()) for _ in range(self.returns)]
+            calls = [failed_call() for _ in range(self.returns)]
             return calls[0] if self.returns == 1 else calls
 
         return SimpleNamespace(remote=remote, options=self._options)

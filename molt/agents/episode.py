@@ -135,14 +135,17 @@ class Episode:
 
 def built(agent_class: Callable[[], Agent]) -> Agent:
     """An agent for one episode. Raises `AgentError` if its constructor needs arguments."""
-    problem = _misfit(agent_class)
-    if problem is not None:
+    try:
+        return agent_class()
+    except TypeError as error:
+        problem = _misfit(agent_class)
+        if problem is None:  # the constructor itself raised it
+            raise
         name = getattr(agent_class, "__name__", repr(agent_class))
         raise AgentError(
             f"{name}{place_of(agent_class)} cannot be built ({problem}): molt makes one for each episode, without "
             "arguments. Give them defaults."
-        )
-    return agent_class()
+        ) from error
 
 
 async def call(agent: object, method: str, *arguments: object) -> Any:
@@ -152,10 +155,15 @@ async def call(agent: object, method: str, *arguments: object) -> Any:
     """
     function = getattr(agent, method)
     fix = f"Write `async def {METHODS[method]}`."
-    problem = _misfit(function, *arguments)
-    if problem is not None:
-        raise AgentError(f"{described_method(agent, method)} cannot be called ({problem}): no episode could end. {fix}")
-    answer = function(*arguments)
+    try:
+        answer = function(*arguments)
+    except TypeError as error:
+        problem = _misfit(function, *arguments)
+        if problem is None:  # the method itself raised it
+            raise
+        raise AgentError(
+            f"{described_method(agent, method)} cannot be called ({problem}): no episode could end. {fix}"
+        ) from error
     if not inspect.isawaitable(answer):
         raise AgentError(
             f"{described_method(agent, method)} is no coroutine, it returned a {type(answer).__name__} at once: molt "

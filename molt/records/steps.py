@@ -113,6 +113,8 @@ class StepRecords:
     async def _store(self, step: int, groups: Sequence[Group], advantages: Advantages, version: int) -> None:
         """At most `logger.rollouts_per_step` rows of the viewer's table; -1: all."""
         limit = self.rollouts_per_step
+        if limit == 0:
+            return
         stored: list[StoredGroup] = []
         samples: list[Any] = []
         rows = 0

@@ -43,6 +43,10 @@ class Keeper:
         self._held: dict[str, RolloutSamples] = {}
         """Copies of other nodes' arrays, by group: they last as long as something here refers to them."""
 
+    def load_tokenizer(self) -> None:
+        """Get ready to write stored rollouts: otherwise the first step waits for it."""
+        _ = self._tokenizer
+
     def hold(self, group_id: str, samples: RolloutSamples) -> None:
         """Keep a copy of a group's arrays on this node; Ray brought it here with the call."""
         self._held[group_id] = samples

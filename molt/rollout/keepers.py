@@ -55,6 +55,11 @@ class Keepers:
     def handles(self) -> list[KeeperHandle]:
         return [place.handle for place in self.nodes]
 
+    async def load_tokenizer(self) -> None:
+        """As `Keeper.load_tokenizer`, where there is a keeper."""
+        for place in self.nodes[:1]:
+            await place.handle.load_tokenizer.remote()
+
     async def copy(self, group_id: str, samples: SamplesRef, node: str) -> None:
         """Hold a second copy of a finished group's arrays, which are on `node`, on the next node.
 
