@@ -434,7 +434,7 @@ def test_unusable_row_survives_pickling():
         (["a/t.jsonl", "b/t.jsonl", "b/t.csv"], ["a/t.jsonl", "b/t.jsonl", "b/t.csv"]),
         (["one/gsm8k", "two/gsm8k"], ["one/gsm8k", "two/gsm8k"]),
         (["org/set@math/test", "org/set@code/test"], ["set@math/test", "set@code/test"]),
-        (["test", "data/test.jsonl"], ["test", "data/test"]),
+        (["test", "data/test.jsonl"], ["test", "test.jsonl"]),
         (["d/test.jsonl", "./d/test.jsonl", "d//test.jsonl"], ["test", "test", "test"]),  # one file
         (["./d/test.jsonl", "e/test.jsonl", "d/test.jsonl"], ["d/test", "e/test", "d/test"]),
     ],
