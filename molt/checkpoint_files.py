@@ -49,6 +49,7 @@ KEYS: dict[str, dict[str, Key]] = {
         "trips": Key([], "the breaker counts its trips from 0"),
         "ledger": Key({}, "the resume may repeat or skip prompts"),
         "data": Key({}),  # `require_same_run` warns
+        "rows": Key({}),  # `require_same_rows` compares what is there
     },
     "loop.json ledger": {
         "position": Key(None, "the resume counts the prompts of its batches instead and may repeat or skip some"),
@@ -58,10 +59,13 @@ KEYS: dict[str, dict[str, Key]] = {
     # The best evaluation, here and in `loop.json`.
     "best.json": {"step": Key(None, NO_BEST), "metric": Key(None, NO_BEST), "value": Key(None, NO_BEST)},
     # SFT. The step is the number in the directory's name.
-    "extra.json": {"data": Key({})},  # `require_same_run` warns
+    "extra.json": {"data": Key({}), "rows": Key({})},  # `require_same_run` warns
     # A model: one rank writes these for all.
     "trainer.json": {"optimizer_steps": Key(None, "the schedule continues from the optimizer's count of steps")},
-    "breaker.json": {"norms": Key([], "the breaker has no limit until it has seen enough steps")},
+    "breaker.json": {
+        "norms": Key([], "the breaker has no limit until it has seen enough steps"),
+        "spikes": Key([]),  # newer than the norms; without it one more spike may be skipped
+    },
     # The finished groups, here and in a rollout dump.
     "buffer.json": {"groups": REQUIRED},
     "buffer.json group": {

@@ -106,6 +106,24 @@ def _is_band(threshold: tuple[float, ...]) -> bool:
     return False
 
 
+NOT_OFFERED = {
+    "fsdp.param_dtype": {
+        "fp16": (
+            "molt does not scale losses, so the small gradients of a batch of many tokens would vanish in fp16. Use "
+            "bf16, which has the range of fp32, or fp32"
+        )
+    },
+}
+"""By setting, values that other frameworks have and molt refuses, and why."""
+
+
+def refuse_known(name: str, value: object) -> None:
+    """Raise `ConfigError` with the reason for a value of `NOT_OFFERED`."""
+    reasons = NOT_OFFERED.get(name, {})
+    if isinstance(value, str) and value in reasons:
+        raise ConfigError(f"`{name}` (={value}): {reasons[value]}.")
+
+
 TOP_P = share("it is a share of the probability")
 CADENCE = count_or_minus_1("no step is a multiple of it", "Use a positive cadence, or -1")
 
@@ -243,7 +261,7 @@ class FsdpConfig:
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda if present."""
-    param_dtype: Literal["bf16", "fp16", "fp32"] | None = None
+    param_dtype: Literal["bf16", "fp32"] | None = None
     """Compute dtype; masters and reductions are float32. Unset: bf16, on a CPU fp32."""
     attn_implementation: str = "auto"
     """auto: flash_attention_2 where installed on CUDA, else varlen (exact packed SDPA)."""
@@ -251,6 +269,9 @@ class FsdpConfig:
     """Concatenate the samples of a micro-batch instead of padding them."""
     backend: Literal["automodel", "transformers", "auto"] = "auto"
     """Whose model classes train. auto: on CUDA AutoModel where it has a native class, else transformers."""
+
+    def __post_init__(self):
+        refuse_known("fsdp.param_dtype", self.param_dtype)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from molt.config import refuse_known
 from molt.errors import ConfigError, did_you_mean
 
 Config = TypeVar("Config")
@@ -63,6 +64,7 @@ def _typed(value: Any, hint: Any, name: str, path: Path) -> Any:
 
 
 def _choice(value: Any, choices: tuple[Any, ...], name: str, path: Path) -> Any:
+    refuse_known(name, value)
     if value not in choices:
         raise _mistyped(value, "one of " + ", ".join(repr(choice) for choice in choices), name, path)
     return value

@@ -102,6 +102,7 @@ class Run:
             trips=tuple(self.trips),
             ledger=self.producer.ledger(),
             identity=self.spec.checkpoint_identity,
+            rows=self.spec.rows,
             finished=tuple(self.producer.finished_groups()),
             unscored=tuple(self.producer.unscored_groups()),
         )
@@ -172,7 +173,7 @@ def _resume_step(spec: RunSpec) -> int | None:
     checkpoint = latest_checkpoint(ckpt.checkpoints)
     if checkpoint is None:
         return -1  # whatever an earlier attempt logged is not of this run's lineage either
-    refuse_other_run(checkpoint, spec.checkpoint_identity)
+    refuse_other_run(checkpoint, spec.checkpoint_identity, spec.rows, spec.dataset)
     return checkpoint_step(checkpoint)
 
 

@@ -12,6 +12,7 @@ import torch
 from molt.algo.shaping import Shaping
 from molt.algorithm import Algorithm, load_algorithm, reward_shaping
 from molt.config import RLConfig
+from molt.data.fingerprint import fingerprint
 from molt.data.mixture import EpochOrder
 from molt.data.prompts import PromptDataset, PromptStream
 from molt.data.rows import DropReport, load_rows
@@ -59,11 +60,18 @@ class RunSpec:
     stream: PromptStream
     held_out: HeldOut
     identity: Json
-    """What must be equal for a place in the prompt stream to mean the same prompt and group."""
+    """The settings that must be equal for a place in the prompt stream to mean the same prompt and group."""
+    rows: Json
+    """Fingerprints of the rows behind the places: `prompts`, `labels`, `evaluation rows`."""
 
     @property
     def total_batches(self) -> int:
         return self.processes.total_batches
+
+    @property
+    def dataset(self) -> str:
+        """The setting of the training data and its value, for messages."""
+        return f"`data.prompt_dataset` (={self.config.data.prompt_dataset})"
 
     @property
     def shaping(self) -> Shaping:
@@ -95,13 +103,15 @@ def resolve(config: RLConfig) -> RunSpec:
     stream = prompt_stream(config)
     identity = run_identity(config, stream)
     total_batches = _total_batches(config, stream, identity)
+    held_out = held_out_prompts(config)
     spec = RunSpec(
         config=config,
         algorithm=algorithm,
         processes=process_spec(config, roles(config, algorithm), total_batches),
         stream=stream,
-        held_out=held_out_prompts(config),
+        held_out=held_out,
         identity=identity,
+        rows=row_fingerprints(config, stream, held_out),
     )
     _refuse_other_runs(spec)
     return spec
@@ -152,6 +162,20 @@ def run_identity(config: RLConfig, stream: PromptStream) -> Json:
         "batch": config.rollout.batch_size,
         "group": config.rollout.n_samples_per_prompt,
     }
+
+
+def row_fingerprints(config: RLConfig, stream: PromptStream, held_out: HeldOut) -> Json:
+    """See `RunSpec.rows`; the evaluation has none without rows."""
+    data = config.data
+    rows = stream.dataset.rows
+    fingerprints = {
+        "prompts": fingerprint(rows, [data.input_key]),
+        "labels": fingerprint(rows, [data.label_key, data.tools_key]),
+    }
+    if held_out.prompts:
+        evaluated = [vars(prompt) for prompt in held_out.prompts]
+        fingerprints["evaluation rows"] = fingerprint(evaluated, ["messages", "text", "label"])
+    return fingerprints
 
 
 def dump_identity(config: RLConfig, identity: Json) -> Json:
@@ -211,7 +235,7 @@ def _refuse_other_runs(spec: RunSpec) -> None:
     if config.ckpt.load_enable:
         checkpoint = latest_checkpoint(config.ckpt.checkpoints)
         if checkpoint is not None:
-            refuse_other_run(checkpoint, spec.checkpoint_identity)
+            refuse_other_run(checkpoint, spec.checkpoint_identity, spec.rows, spec.dataset)
     if config.train.rollout_dump_dir is not None:
         check_dump(
             config.train.rollout_dump_dir,

@@ -58,7 +58,7 @@ def test_a_newer_number_is_refused_with_value_consequence_and_fix(tmp_path, name
 def test_a_list_of_format_1_is_read(tmp_path):
     (tmp_path / "breaker.json").write_text("[1.5, 2.0]")
     (tmp_path / "buffer.json").write_text("[]")
-    assert read_json(tmp_path / "breaker.json") == {"norms": [1.5, 2.0]}
+    assert read_json(tmp_path / "breaker.json") == {"norms": [1.5, 2.0], "spikes": []}
     assert read_json(tmp_path / "buffer.json") == {"groups": []}
 
 

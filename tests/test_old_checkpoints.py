@@ -213,7 +213,8 @@ def test_the_table_lists_what_the_old_files_hold():
     """Every key of the fixtures is read by the table, or needs no reader."""
     checkpoint = FIXTURES / "rl_critic" / "checkpoints" / STEP
     loop = json.loads((checkpoint / "loop.json").read_text())
-    assert set(loop) - {"step"} == set(KEYS["loop.json"])  # the step is in the directory's name
+    of_loop = set(KEYS["loop.json"]) - {"rows"}  # newer than the fixtures
+    assert set(loop) - {"step"} == of_loop  # the step is in the directory's name
     assert set(loop["ledger"]) == set(KEYS["loop.json ledger"])
     (group, _) = json.loads((checkpoint / "buffer.json").read_text())
     assert set(group) == set(KEYS["buffer.json group"])

@@ -1,5 +1,9 @@
 """What a run is before any process starts: counts, processes, and what is refused then."""
 
+import json
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from molt.errors import CheckpointError, ConfigError, DataError
@@ -75,6 +79,43 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path, prompts):
     (checkpoint / "manifest.json").write_text('{"files": {}}')
     with pytest.raises(CheckpointError, match=r"'seed': 7.*it would repeat or skip"):
         spec_of(tmp_path, prompts, "--ckpt.load_enable")
+
+
+def save(tmp_path, spec, **changes):
+    """A checkpoint of step 1 of a run."""
+    checkpoint = tmp_path / "out" / "checkpoints" / "step_000001"
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    state = RunState(step=1, total_batches=3, identity=spec.checkpoint_identity, rows=spec.rows)
+    (checkpoint / "loop.json").write_text(replace(state, **changes).to_json())
+    (checkpoint / "manifest.json").write_text('{"files": {}}')
+
+
+def test_other_prompts_of_the_same_number_are_refused(tmp_path, prompts):
+    save(tmp_path, spec_of(tmp_path, prompts))
+    lines = Path(prompts).read_text().splitlines(keepends=True)
+    shuffled = tmp_path / "shuffled.jsonl"
+    shuffled.write_text("".join([*lines[1:], lines[0]]))
+    with pytest.raises(CheckpointError, match=r"other rows than those of `data.prompt_dataset` \(=.*shuffled.jsonl\)"):
+        spec_of(tmp_path, str(shuffled), "--ckpt.load_enable")
+
+
+def test_the_same_prompts_resume_from_another_file_with_more_columns(tmp_path, prompts):
+    save(tmp_path, spec_of(tmp_path, prompts))
+    moved = tmp_path / "moved.jsonl"
+    rows = [json.loads(line) | {"note": "new"} for line in Path(prompts).read_text().splitlines()]
+    moved.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    spec_of(tmp_path, str(moved), "--ckpt.load_enable")
+
+
+def test_a_checkpoint_without_fingerprints_resumes(tmp_path, prompts):
+    spec = spec_of(tmp_path, prompts)
+    save(tmp_path, spec, rows={})
+    spec_of(tmp_path, prompts, "--ckpt.load_enable")
+    loop = tmp_path / "out" / "checkpoints" / "step_000001" / "loop.json"
+    older = json.loads(loop.read_text())
+    older.pop("rows")
+    loop.write_text(json.dumps(older))
+    spec_of(tmp_path, prompts, "--ckpt.load_enable")
 
 
 def test_a_dump_of_another_run_is_refused(tmp_path, prompts):

@@ -4,13 +4,17 @@ Gymnasium's words with Gymnasium's meaning. One instance serves one episode.
 """
 
 import math
+import operator
 from dataclasses import dataclass, field
+from typing import Any
 
 from molt.errors import AgentError, did_you_mean
 from molt.types import CUT_REASONS, CutReason, Json
 from molt.user_module import place_of
 
 _SAMPLING_KEYS = {"max_new_tokens"}
+NO_NUMBERS = ("m", "M", "c")
+"""numpy's kinds of durations, dates and complex numbers, some of which `float` would take."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class Result:
     """The episode was cut before its end by a limit outside the task, such as a step budget. True is the reason
     `agent`; `"time"` or `"length"` say that it was such a limit."""
     info: Json = field(default_factory=dict)
-    """Anything; its numbers are logged as `rollout/info/<key>`."""
+    """Anything; its numbers are logged as `rollout/info/<key>`: what `info_numbers` takes for one."""
     score: float | None = None
     """Measures success for evaluation. Unset: the episode's reward."""
     sampling_params: Json | None = None
@@ -56,6 +60,33 @@ class Result:
         _require_cut_reason(self.truncated)
         if self.sampling_params is not None:
             _require_sampling(self.sampling_params)
+
+
+def info_numbers(info: Json) -> dict[str, float]:
+    """The numbers among the values of `Result.info`, by the key as text.
+
+    A number is what `float` takes, of Python, numpy, torch or another library: a truth value, a decimal, an array of a
+    single element. Text is none, and neither are dates, complex numbers, and integers that no float can hold.
+    """
+    numbers = {}
+    for name, value in info.items():
+        number = _as_number(value)
+        if number is not None:
+            numbers[str(name)] = number
+    return numbers
+
+
+def _as_number(value: Any) -> float | None:
+    if getattr(getattr(value, "dtype", None), "kind", "") in NO_NUMBERS:
+        return None
+    try:
+        if hasattr(value, "item"):  # of numpy, torch, jax; raises for several elements
+            value = value.item()
+        if isinstance(value, str | bytes | bytearray):  # which `float` would read
+            return None
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return None
 
 
 def _require_number(name: str, value: object) -> None:
@@ -92,7 +123,7 @@ def _require_sampling(params: Json) -> None:
             "episode, anything else would make the sampled log-probs those of another distribution. Remove it."
         )
     limit = params.get("max_new_tokens", 1)
-    if not isinstance(limit, int) or limit < 1:
+    if not _is_count(limit):
         raise AgentError(
             f"Result.sampling_params max_new_tokens (={limit!r}): the model could not answer the next turn. "
             "Use an integer >= 1, or end the episode."
@@ -131,3 +162,11 @@ class Env:
 
     async def close(self) -> None:
         """Release what the episode held; runs however the episode ended."""
+
+
+def _is_count(value: Any) -> bool:
+    """Whether it is an integer, numpy's included, of at least 1."""
+    try:
+        return operator.index(value) >= 1
+    except TypeError:
+        return False

@@ -8,10 +8,9 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from numbers import Real
 from typing import Any, Protocol, TypedDict, TypeVar
 
-from molt.agents.env import Env, Result
+from molt.agents.env import Env, Result, info_numbers
 from molt.chat.chat_renderer import ChatRenderer
 from molt.chat.render import Renderer
 from molt.chat.tree import Tree
@@ -116,9 +115,7 @@ class Episode:
         score = reward if self._score is None else self._score
         self.outcome = Scored(reward, score)
         self.returned_info.update(result.info)
-        for name, value in result.info.items():
-            if isinstance(value, Real):
-                self.info[name] = float(value)
+        self.info.update(info_numbers(result.info))
 
     def with_turn_rewards(self) -> list[Turn]:
         """The turns, each with what it earned at its last token, if one before the last earned anything."""

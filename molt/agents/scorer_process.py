@@ -29,11 +29,10 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from molt.agents.env import Result
+from molt.agents.env import Result, info_numbers
 from molt.agents.trajectory import Trajectory
 from molt.errors import AgentError, MoltError, described, did_you_mean
 from molt.types import InfraFailure, Json, PolicyFailure
@@ -164,8 +163,11 @@ def scored(value: object) -> Json:
     """The message for what the function returned. Raises `InfraFailure` if that is no score."""
     if isinstance(value, Result):
         score = value.reward if value.score is None else value.score
-        info = {name: float(entry) for name, entry in value.info.items() if isinstance(entry, Real)}
-        return {"reward": _finite("reward", value.reward), "score": _finite("score", score), "info": info}
+        return {
+            "reward": _finite("reward", value.reward),
+            "score": _finite("score", score),
+            "info": info_numbers(value.info),
+        }
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         raise InfraFailure(
             "scorer_result",

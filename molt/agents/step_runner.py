@@ -91,7 +91,7 @@ class StepEnvRunner(Serving):
                 episode.cut = _cut_at_the_end(episode.cut, result)
                 return
 
-            turn_limit = (result.sampling_params or {}).get("max_new_tokens")
+            turn_limit = _turn_limit(result)
             if calls:
                 results = _tool_results(env, calls, result)
                 ids = _with_tool_results([*ids, *sampled], turn, results, context)
@@ -149,6 +149,14 @@ def _cut_at_the_end(of_answer: CutReason | None, result: Result) -> CutReason | 
     if result.cut is None and not result.terminated:
         return "turns"
     return result.cut
+
+
+def _turn_limit(result: Result) -> int | None:
+    """`max_new_tokens` of the next turn, where the environment gave it."""
+    limit = (result.sampling_params or {}).get("max_new_tokens")
+    if limit is None:
+        return None
+    return int(limit)
 
 
 def _smallest(room: int, *limits: int | None) -> int:

@@ -15,6 +15,8 @@ from torch import Tensor
 
 Need = Literal["ref_logprobs", "values", "teacher"]
 """What an estimator may need: log-probs of a reference, values of a critic, a reference that is another model."""
+SMALLEST_ADVANTAGE = 1e-9
+"""Below it an advantage is the rounding of a mean."""
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from molt.cli.row_names import help_from_tables, refuse_unknown_rows
+from molt.config import refuse_known
 from molt.config_file import TOML_WORDS, load
 from molt.errors import ConfigError, LostError, MoltError, did_you_mean
 from molt.rare_gc import collect_rarely
@@ -213,6 +214,7 @@ def _check_value(name: str, hint: Any, value: str) -> None:
         hint = alternatives[0]
     if typing.get_origin(hint) is Literal:
         choices = typing.get_args(hint)
+        refuse_known(name, value)
         if value not in choices:
             raise ConfigError(
                 f"`{name}` (={value}) is no choice of it, so nothing was started.{did_you_mean(value, choices)} "

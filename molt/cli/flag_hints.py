@@ -3,6 +3,8 @@
 import difflib
 from collections.abc import Iterable
 
+from molt.config import NOT_OFFERED
+
 NEAR = 0.75
 """Least similarity of the last words; below it a hint would be of another setting."""
 
@@ -111,7 +113,6 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "vllm_num_engines": ("vllm.num_engines",),
     "torch_dtype": ("fsdp.param_dtype",),
     "bf16": ("fsdp.param_dtype",),
-    "fp16": ("fsdp.param_dtype",),
     "save_freq": ("ckpt.save_steps",),
     "save_path": ("ckpt.output_dir",),
     "save_total_limit": ("ckpt.max_num",),
@@ -128,6 +129,8 @@ def flag_hint(name: str, known: Iterable[str]) -> str:
     flags = sorted(known)
     if any(part.startswith("lora") for part in name.split(".")):
         return " molt has no LoRA yet."
+    if _last_word(name) in ("fp16", "half"):
+        return f" {NOT_OFFERED['fsdp.param_dtype']['fp16']}."
     meant = _same_section(name, flags) or _alias(name, flags) or _same_word(name, flags) or _near(name, flags)
     if meant is None:
         return ""

@@ -5,6 +5,7 @@ hub. Rows stay raw (lines, Arrow) and are decoded when they are read.
 """
 
 import glob
+import os
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -114,7 +115,7 @@ class Rows:
         return part.decode(part.raw[i - first])
 
     def source(self, i: int) -> str:
-        """The dataset that row `i` comes from: the stem of a file, the last part of another name."""
+        """The dataset that row `i` comes from, by its name of `short_names`."""
         return self._names[bisect_right(self._dataset_ends, i)]
 
 
@@ -143,9 +144,10 @@ def load_rows(
     """
     datasets: list[Dataset] = []
     left = max_samples
-    for name in comma_list(paths):
+    names = comma_list(paths)
+    for name, short_name in zip(names, short_names(names), strict=True):
         source = _Source(name=name, flag=flag, split=split, limit=left)
-        dataset = Dataset(_short_name(name), _open(source))
+        dataset = Dataset(short_name, _open(source))
         if not len(dataset) and left != 0:
             raise _no_rows(flag, name)
         if left is not None and not each:
@@ -157,11 +159,38 @@ def load_rows(
     return Rows(datasets)
 
 
-def _short_name(name: str) -> str:
+def short_names(names: Sequence[str]) -> list[str]:
+    """What each dataset is called as a source: the stem of a file, or the last part of another name.
+
+    Different datasets have different names: those that would share one have their suffixes too, or as many of their
+    directories as tell them apart: `math/test` and `code/test`.
+    """
+    short = [_short_name(name, parts=1, with_suffix=False) for name in names]
+    chosen = []
+    for name, shared in zip(names, short, strict=True):
+        alike = [other for other, its in zip(names, short, strict=True) if its == shared]
+        chosen.append(_name_among(name, alike))
+    return chosen
+
+
+def _name_among(name: str, alike: Sequence[str]) -> str:
+    """The shortest name of a dataset that differs from those of the others; `alike` has the dataset itself too."""
+    different = {os.path.normpath(other) for other in alike}
+    longest = max(len(Path(other).parts) for other in different)
+    for parts in range(1, longest + 1):
+        for with_suffix in (False, True):
+            named = {_short_name(other, parts=parts, with_suffix=with_suffix) for other in different}
+            if len(named) == len(different):
+                return _short_name(os.path.normpath(name), parts=parts, with_suffix=with_suffix)
+    return name
+
+
+def _short_name(name: str, *, parts: int, with_suffix: bool) -> str:
+    """The last parts of a path, with or without the suffix of a file."""
     path = Path(name)
-    if path.suffix in READERS:
-        return path.stem
-    return path.name
+    if path.suffix in READERS and not with_suffix:
+        path = path.with_suffix("")
+    return str(Path(*path.parts[-parts:]))
 
 
 def _no_rows(flag: str, name: str) -> DataError:

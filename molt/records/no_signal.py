@@ -2,14 +2,13 @@
 
 from collections.abc import Sequence
 
+from molt.algo.advantage import SMALLEST_ADVANTAGE
 from molt.types import Group, RolloutInfo, Scored
 
 STEPS_WITHOUT_ADVANTAGE = 5
 """In a row. A few batches without a mixed group happen to a run that learns, at its start or near its end."""
 STEPS_WITHOUT_SCORE = 10
 """From the start of the driver."""
-SMALLEST_ADVANTAGE = 1e-9
-"""Below it an advantage is the rounding of a mean."""
 
 Advantages = Sequence[Sequence[float | None]]
 """By group and rollout; None where a token estimator computes them on the ranks."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from molt.checkpoint_files import read_json, to_json, with_defaults
-from molt.train.checkpoint import checkpoint_step, require_same_run
+from molt.train.checkpoint import checkpoint_step, require_same_rows, require_same_run
 from molt.types import EMPTY_LEDGER, NO_ROLLBACK, Group, Json, Ledger, Lineage
 
 FILE = "loop.json"
@@ -36,6 +36,8 @@ class RunState:
     ledger: Ledger = field(default_factory=lambda: EMPTY_LEDGER)
     identity: Json = field(default_factory=dict)
     """`RunSpec.checkpoint_identity` of the run."""
+    rows: Json = field(default_factory=dict)
+    """`RunSpec.rows` of the run."""
     finished: tuple[Group, ...] = ()
     """The buffer: finished groups that are not trained yet."""
     unscored: tuple[Group, ...] = ()
@@ -65,6 +67,7 @@ class RunState:
                 "trips": self.trips,
                 "ledger": self.ledger,
                 "data": self.identity,
+                "rows": self.rows,
             }
         )
 
@@ -97,6 +100,7 @@ def read_state(
         trips=tuple(saved["trips"]),
         ledger=ledger,
         identity=saved["data"],
+        rows=saved["rows"],
         finished=tuple(finished),
         unscored=tuple(unscored),
     )
@@ -108,9 +112,14 @@ def best_in_checkpoint(checkpoint: Path) -> Best | None:
     return complete_best(read_json(path)["best"], path)
 
 
-def refuse_other_run(checkpoint: Path, identity: Json) -> None:
-    """Raise `CheckpointError` if the checkpoint was made under settings that give its places other prompts."""
-    require_same_run(checkpoint, read_json(checkpoint / FILE)["data"], identity)
+def refuse_other_run(checkpoint: Path, identity: Json, rows: Json, dataset: str) -> None:
+    """Raise `CheckpointError` if the checkpoint was made under settings, or with rows, that give its places others.
+
+    identity, rows: of the present run. dataset: `data.prompt_dataset` and its value, for the message.
+    """
+    saved = read_json(checkpoint / FILE)
+    require_same_run(checkpoint, saved["data"], identity)
+    require_same_rows(checkpoint, saved["rows"], rows, dataset)
 
 
 def read_best(path: Path) -> Best | None:

@@ -5,15 +5,24 @@ from collections.abc import Iterable, Mapping
 
 from molt.types import Metric
 
+OF_AGENTS = "rollout/info/"
+"""The keys after it are of agents and scorers, and all are means: `softmax` and `call_count` say nothing of molt."""
+FAULTS = "faults/"
+"""The reasons after it may be an agent's, and all are counts."""
+
 
 def is_max(name: str) -> bool:
     """`mismatch/abs_max` is a maximum: it merges by the larger total and is never divided."""
+    if name.startswith((OF_AGENTS, FAULTS)):
+        return False
     return name.endswith("max")
 
 
 def is_count(name: str) -> bool:
     """`faults/timeout`, `rollout/filtered_count`, `eval/SOURCE/failures`: they are added up and never divided."""
-    return name.startswith("faults/") or name.endswith(("_count", "/failures"))
+    if name.startswith(OF_AGENTS):
+        return False
+    return name.startswith(FAULTS) or name.endswith(("_count", "/failures"))
 
 
 def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:

@@ -50,6 +50,11 @@ from molt.train.optimizer import place
 MANIFEST = "manifest.json"
 SHARD_BYTES = 5 * 2**30
 GIB = 2**30
+AFTER_A_CHANGE = {
+    "labels": "the prompts are the same, and from now on those of the present dataset count.",
+    "evaluation rows": "scores before and after this resume, and the best one, are not of the same rows.",
+}
+"""What a resume means with other fingerprints of the rows, by their name."""
 
 
 def temporary(directory: Path, step: int) -> Path:
@@ -336,6 +341,22 @@ def require_same_run(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any
             f"checkpoint {path} was made with {saved}, this run has {now}: it would repeat or skip rows. Resume with "
             "the settings of that run, or use another --ckpt.output_dir."
         )
+
+
+def require_same_rows(path: Path, saved: Mapping[str, str], now: Mapping[str, str], dataset: str) -> None:
+    """Raise `CheckpointError` when a position in the data, saved with other rows of the same number, means other rows.
+
+    saved, now: fingerprints by what they are of: `prompts` must be equal, where others differ a warning says so. What
+    one of them lacks, as an older checkpoint does, is not compared. dataset: the setting and its value.
+    """
+    changed = [name for name in saved if name in now and saved[name] != now[name]]
+    if "prompts" in changed:
+        raise CheckpointError(
+            f"checkpoint {path} was made with other rows than those of {dataset}, or in another order: it would repeat "
+            "or skip rows. Resume with the rows of that run, or use another --ckpt.output_dir."
+        )
+    for name in changed:
+        warnings.warn(f"checkpoint {path} was made with other {name}: {AFTER_A_CHANGE[name]}", stacklevel=2)
 
 
 def load_checkpoint(

@@ -83,7 +83,9 @@ class Critic(Trained[ValueModel]):
         of_steps = []
         for _ in range(self.settings.critic.max_epochs):
             for planned in self.plan:
-                of_steps.append(self.step(self._micro_batches(planned, returns), self._loss, planned))
+                # Values are always some way from the returns, so each step has a signal.
+                metrics = self.step(self._micro_batches(planned, returns), self._loss, planned, has_signal=True)
+                of_steps.append(metrics)
         metrics = {METRIC_NAMES.get(name, name): metric for name, metric in merge(of_steps).items()}
 
         metrics["train/explained_variance"] = Metric(self._explained_variance(returns))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from molt.algo.advantage import SMALLEST_ADVANTAGE
 from molt.algo.centering import centered_loss, weighting
 from molt.algo.importance import correction
 from molt.algo.kl import kl_per_token
@@ -27,6 +28,7 @@ from molt.errors import TrainingError
 from molt.models.build import build_policy
 from molt.models.forward import PolicyModel, PolicyOutput
 from molt.parallel.mesh import Mesh, seed
+from molt.parallel.shape import DATA_AXES
 from molt.publish.gather import named_full_tensors
 from molt.report.metrics import merge
 from molt.train.checkpoint import export_hf
@@ -93,9 +95,11 @@ class PreparedBatch:
     inferred: dict[str, TokenArrays]
     old_logprobs: TokenArrays
     advantages: dict[Place, Tensor]
+    has_signal: list[bool]
+    """Of each step, whether an advantage of any rank is not 0."""
 
 
-EMPTY_BATCH = PreparedBatch(plan=[], samples={}, inferred={}, old_logprobs={}, advantages={})
+EMPTY_BATCH = PreparedBatch(plan=[], samples={}, inferred={}, old_logprobs={}, advantages={}, has_signal=[])
 
 
 class Policy(Trained[PolicyModel]):
@@ -148,6 +152,7 @@ class Policy(Trained[PolicyModel]):
             inferred=inferred,
             old_logprobs=old,
             advantages=advantages.advantages,
+            has_signal=_steps_with_signal(plan, advantages.advantages, self.mesh),
         )
         metrics = merge([advantages.metrics, _staleness(plan, samples, batches_trained, lineage)])
         return metrics, advantages.returns
@@ -156,8 +161,9 @@ class Policy(Trained[PolicyModel]):
         """All optimizer steps of the prepared batch. Returns this rank's metrics: `train/*`, `ratio/*`."""
         metrics = []
         for _ in range(self.settings.train.max_epochs):
-            for planned in self.prepared.plan:
-                metrics.append(self.step(self.micro_batches(planned), self._loss, planned))
+            for planned, has_signal in zip(self.prepared.plan, self.prepared.has_signal, strict=True):
+                of_step = self.step(self.micro_batches(planned), self._loss, planned, has_signal=has_signal)
+                metrics.append(of_step)
         self.prepared = EMPTY_BATCH  # freed now, not when the next one is there
         return merge(metrics)
 
@@ -365,6 +371,23 @@ class Policy(Trained[PolicyModel]):
         """The KL of each token to the reference, `[B, T]`."""
         setting = self.settings.algo.kl
         return kl_per_token(logprobs, ref_logprobs, setting.estimator, from_reference=setting.ref == "rollout")
+
+
+def _steps_with_signal(plan: RankPlan, advantages: dict[Place, Tensor], mesh: Mesh) -> list[bool]:
+    """Of each step of the batch, whether a trained token of any rank has an advantage that is not 0 up to rounding.
+
+    advantages: 0 for tokens that are not trained. Every rank calls it, with as many steps; the answer is the same.
+    """
+    counts = torch.zeros(len(plan), device=mesh.device)
+    for step, planned in enumerate(plan):
+        for tasks in planned:
+            for task in tasks:
+                is_learned = advantages[task.at].abs() >= SMALLEST_ADVANTAGE
+                if task.weight:
+                    counts[step] += is_learned.sum()
+    # Collective over the data-parallel axes: every rank, once per training batch.
+    totals = mesh.sum(counts, *DATA_AXES)
+    return [total > 0 for total in totals.tolist()]
 
 
 def _over_tokens(values: Tensor, mask: Tensor) -> Metric:

@@ -27,10 +27,11 @@ from molt.batch.collate import Batch, collate, scatter
 from molt.batch.partition import micro_batches, partition
 from molt.chat.render import load_tokenizer
 from molt.checkpoint_files import read_json, write_json
-from molt.config_sft import SftConfig
+from molt.config_sft import SftConfig, SftDataConfig
 from molt.data.conversations import Conversation, build_conversations
+from molt.data.fingerprint import fingerprint
 from molt.data.mixture import EpochOrder
-from molt.data.rows import load_rows
+from molt.data.rows import Rows, load_rows
 from molt.models.build import build_policy
 from molt.models.forward import PolicyOutput
 from molt.parallel.mesh import Mesh, init_distributed, resolve_device, single_threaded_on_cpu
@@ -47,6 +48,7 @@ from molt.train.checkpoint import (
     load_checkpoint,
     prune,
     removing,
+    require_same_rows,
     require_same_run,
     temporary,
     write_part,
@@ -55,6 +57,11 @@ from molt.train.checkpoint import (
 from molt.train.optimizer import build_optimizer, build_scheduler
 from molt.train.step import dummy_batch, optimizer_step
 from molt.types import Metric
+
+OF_SAMPLES = ("train/entropy",)
+"""The metrics of `negative_log_likelihood`, each of this rank's samples."""
+NOTHING = Metric(0.0, 0.0)
+"""Of a rank that had no samples in a step."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +148,8 @@ class Dataset:
     """How many of them are of each path."""
     dropped: str
     """How many rows were dropped and why; empty if none."""
+    fingerprints: dict[str, str]
+    """Of `prompts` and `labels` of the rows: a position in other rows of the same number means others."""
 
 
 class SftRun:
@@ -180,6 +189,7 @@ class SftRun:
         )
         self.conversations = trained.conversations
         self.dropped = trained.dropped
+        self.fingerprints = trained.fingerprints
         self.order = EpochOrder(trained.sizes, seed=config.train.seed, shares=shares, flag="data.dataset_probs")
 
         self.held_out: list[Conversation] = []
@@ -196,7 +206,12 @@ class SftRun:
         """each: `max_samples` of every path, not of all together."""
         rows = load_rows(paths, flag=flag, split=split, max_samples=max_samples, each=each)
         conversations, report = build_conversations(rows, self.config.data, self.tokenizer)
-        return Dataset(conversations, sizes=report.left(rows.sizes), dropped=report.message())
+        return Dataset(
+            conversations,
+            sizes=report.left(rows.sizes),
+            dropped=report.message(),
+            fingerprints=_fingerprints(rows, self.config.data),
+        )
 
     def train(self, termination: Termination) -> None:
         """All steps from the newest checkpoint on. A checkpoint that was begun is completed, whatever happens."""
@@ -280,9 +295,17 @@ class SftRun:
             mesh=self.mesh,
             max_norm=self.config.max_norm,
         )
+        metrics |= self._over_ranks({name: metrics.get(name, NOTHING) for name in OF_SAMPLES})
         tokens = sum(len(conversation.token_ids) for conversation in chosen)
         metrics["perf/tokens_per_s"] = Metric(tokens, time.perf_counter() - began)
         return values(metrics)
+
+    def _over_ranks(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+        """The metrics of all data-parallel ranks together: every rank has the same names, none of a maximum."""
+        pairs = [[metric.total, metric.count] for metric in metrics.values()]
+        # Collective over the data-parallel axes: every rank, once per step.
+        sums = self.mesh.sum(torch.tensor(pairs, dtype=torch.float64, device=self.device), *DATA_AXES)
+        return {name: Metric(total, count) for name, (total, count) in zip(metrics, sums.tolist(), strict=True)}
 
     def _batch(self, step: int) -> list[Conversation]:
         """The conversations of a step, from 1."""
@@ -351,7 +374,10 @@ class SftRun:
         path = latest_checkpoint(ckpt.checkpoints)
         if path is None:
             return 0
-        require_same_run(path, read_json(path / "extra.json")["data"], self._identity())
+        extra = read_json(path / "extra.json")
+        require_same_run(path, extra["data"], self._identity())
+        dataset = f"`data.dataset` (={self.config.data.dataset})"
+        require_same_rows(path, extra["rows"], self.fingerprints, dataset)
         load_checkpoint(path, self.model, self.optimizer, self.scheduler, mesh=self.mesh)
         return checkpoint_step(path)
 
@@ -375,7 +401,7 @@ class SftRun:
             )
             if ckpt.save_hf:
                 export_hf(self.model, self.tokenizer, tmp / "hf", self.mesh)
-        extra = {"step": step, "data": self._identity()}
+        extra = {"step": step, "data": self._identity(), "rows": self.fingerprints}
         self.writing = self.writer.submit(self._commit, tmp, part, extra)
         if not ckpt.async_save:
             self._settle()
@@ -402,6 +428,13 @@ class SftRun:
         self.writing = None
         if writing is not None:
             writing.result()
+
+
+def _fingerprints(rows: Rows, data: SftDataConfig) -> dict[str, str]:
+    return {
+        "prompts": fingerprint(rows, [data.input_key]),
+        "labels": fingerprint(rows, [data.output_key, data.tools_key]),
+    }
 
 
 def negative_log_likelihood(model: nn.Module, micro_batch: SftMicroBatch) -> tuple[Tensor, dict[str, Metric]]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from math import isfinite
+from math import isfinite, nan
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -60,11 +60,14 @@ class Trained(Generic[ModelT]):
         micro_batches: Iterable[MicroBatchT | None],
         loss_fn: LossFn[MicroBatchT],
         planned: Sequence[Sequence[SampleTask]],
+        *,
+        has_signal: bool,
     ) -> dict[str, Metric]:
         """An optimizer step, or none where loss or gradient are not fit for one: every rank skips it alike.
 
-        planned: this rank's samples of the step, for the evidence. Returns this rank's metrics; those of a skipped
-        step are without what is not finite, and with `train/skipped_count`.
+        planned: this rank's samples of the step, for the evidence. has_signal: whether any rank's samples of the step
+        have something to learn from beside regularisers; the same on every rank. Returns this rank's metrics; those of
+        a skipped step are without what is not finite, and with `train/skipped_count`.
         """
         limit = self.breaker.limit
         try:
@@ -80,7 +83,7 @@ class Trained(Generic[ModelT]):
             )
         except StepRefusedError as refused:
             return self._skip(refused, limit, planned)
-        self.breaker.add(metrics["train/grad_norm"].total)
+        self.breaker.take(metrics["train/grad_norm"].total, has_signal=has_signal)
         return metrics
 
     def _skip(
@@ -89,6 +92,7 @@ class Trained(Generic[ModelT]):
         """Keep the evidence and count the step in the schedule; returns the metrics of a skipped step."""
         evidence = _evidence_of(refused, limit, planned, optimizer_step=self.scheduler.last_epoch)
         self.skipped.append(evidence)
+        self.breaker.skip(_norm_of_spike(refused))
 
         # The schedule counts all planned steps: a fault may not shift the rates of those that follow, nor its end.
         # `scheduler.step` would warn that no optimizer step came before.
@@ -119,7 +123,8 @@ class Trained(Generic[ModelT]):
         )
         if self.mesh.is_writer:
             with failing(tmp):
-                write_json(tmp / self.part / BREAKER_FILE, {"norms": list(self.breaker.norms)})
+                fields = {"norms": list(self.breaker.norms), "spikes": list(self.breaker.spikes)}
+                write_json(tmp / self.part / BREAKER_FILE, fields)
 
     def written(self, tmp: Path) -> None:
         """Wait until the background save is on disk. The one method that another thread calls."""
@@ -129,9 +134,11 @@ class Trained(Generic[ModelT]):
     def load(self, path: Path) -> None:
         """Restore everything from a checkpoint."""
         load_checkpoint(path, self.model, self.optimizer, self.scheduler, mesh=self.mesh, part=self.part)
-        norms = read_json(path / self.part / BREAKER_FILE)["norms"]
+        saved = read_json(path / self.part / BREAKER_FILE)
         self.breaker.norms.clear()
-        self.breaker.norms.extend(norms)
+        self.breaker.norms.extend(saved["norms"])
+        self.breaker.spikes.clear()
+        self.breaker.spikes.extend(saved["spikes"])
 
 
 def _evidence_of(
@@ -154,6 +161,13 @@ def _evidence_of(
         "tensors": refused.tensors[:SHOWN_TENSORS],
         "groups": sorted(groups),
     }
+
+
+def _norm_of_spike(refused: StepRefusedError) -> float:
+    """The gradient norm of a step that was not taken, NaN where the loss was not finite."""
+    loss = refused.metrics["train/loss"].total
+    norm = refused.metrics["train/grad_norm"].total
+    return norm if isfinite(loss) else nan
 
 
 def _if_finite(number: float) -> float | None:

@@ -2,12 +2,16 @@
 
 import asyncio
 import inspect
+from datetime import date
+from decimal import Decimal
+from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
 
 from molt.agents import Env, PolicyFailure, Result, StepEnvRunner
+from molt.agents.env import info_numbers
 from molt.agents.step_runner import EpisodeContext
 from molt.chat.render import Renderer
 from molt.columns import TURN_REWARD
@@ -139,7 +143,7 @@ def test_plain_text_continues_with_the_observation_as_it_is():
 
 
 def test_budget_is_the_smallest_of_room_setting_and_the_envs_wish_for_the_next_turn():
-    wish = {"max_new_tokens": 5}
+    wish = {"max_new_tokens": np.int64(5)}
     results = [
         Result(0, observation="o", terminated=False, sampling_params=wish),
         Result(0, observation="o", terminated=False),
@@ -148,6 +152,7 @@ def test_budget_is_the_smallest_of_room_setting_and_the_envs_wish_for_the_next_t
     model = Script("a", "b", "c")
     run(scripted(*results), model, max_new_tokens=8)
     assert model.budgets == [8, 5, 8]  # a wish holds for one turn
+    assert all(type(budget) is int for budget in model.budgets)  # the engine takes no other
     model = Script("a")
     run(scripted(Result(0)), model, max_len=PROMPT_LENGTH + 4, max_new_tokens=8)
     assert model.budgets == [4]
@@ -285,6 +290,53 @@ def test_numbers_of_info_are_kept_the_later_ones_win():
     first = Result(0, "o", terminated=False, info={"tries": 1, "text": "x", "np": np.float32(0.5)})
     episode = run(scripted(first, Result(0, info={"tries": 2, "hit": True})), Script("a", "b"))
     assert episode.info == {"tries": 2.0, "np": 0.5, "hit": 1.0}
+
+
+class Quantity:
+    """A number of another library."""
+
+    def __float__(self):
+        return 1.5
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [
+        (True, 1.0),
+        (np.bool_(True), 1.0),
+        (np.float16(0.5), 0.5),
+        (np.int64(-3), -3.0),
+        (np.array(2), 2.0),
+        (np.array([2.5]), 2.5),
+        (torch.tensor(0.5), 0.5),
+        (torch.tensor(True), 1.0),
+        (torch.tensor([0.5], requires_grad=True), 0.5),
+        (torch.tensor(0.5, dtype=torch.bfloat16), 0.5),
+        (Decimal("0.25"), 0.25),
+        (Fraction(1, 4), 0.25),
+        (Quantity(), 1.5),
+    ],
+)
+def test_every_kind_of_number_in_info_is_logged(value, number):
+    assert info_numbers({"key": value}) == {"key": number}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "3", b"3", np.str_("3"), np.array("3"), None, [1.0], {"a": 1}, 1j, np.complex128(1), torch.tensor(1j),
+        np.array([1.0, 2.0]), np.array([]), torch.zeros(2), torch.zeros(0), date(2026, 1, 1),
+        np.datetime64("2026-01-01", "ns"), np.timedelta64(1, "s"), 10**400, object, len,
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_what_is_no_number_in_info_is_left_out_and_harms_nothing(value):
+    assert info_numbers({"key": value, "number": 1}) == {"number": 1.0}
+
+
+def test_keys_of_info_become_text():
+    """A checkpoint has them in JSON, which knows no other keys than text."""
+    assert info_numbers({("a", 1): 2, 3: 4}) == {"('a', 1)": 2.0, "3": 4.0}
 
 
 def test_reset_may_replace_the_prompt_and_leaves_the_groups_prompt_alone():

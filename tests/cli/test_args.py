@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molt.cli.args import ESSENTIALS, flags, parse, run_command
-from molt.config import CkptConfig, PromptDataConfig, RLConfig
+from molt.config import CkptConfig, FsdpConfig, PromptDataConfig, RLConfig
 from molt.config_file import dump, load
 from molt.config_sft import SftConfig
 from molt.errors import ConfigError
@@ -94,7 +94,7 @@ def test_an_unknown_flag_names_the_nearest(argv, meant, capsys):
         ("--rollout.max_new_tokens many", ["`rollout.max_new_tokens` (=many)", "must be an integer"]),
         ("--rollout.max_new_tokens", ["--rollout.max_new_tokens", "Expected 1 values"]),
         ("--actor.loss_mode gpso", ["`actor.loss_mode` (=gpso)", "Did you mean 'gspo'?", "ppo, gspo, cispo"]),
-        ("--fsdp.param_dtype bf61", ["`fsdp.param_dtype` (=bf61)", "Did you mean 'bf16'?", "bf16, fp16, fp32"]),
+        ("--fsdp.param_dtype bf61", ["`fsdp.param_dtype` (=bf61)", "Did you mean 'bf16'?", "bf16, fp32"]),
         ("--actor.adam.betas 0.9", ["--actor.adam.betas", "Expected 2 values"]),
         ("--actor.eps_clip_low_high 0.2", ["--actor.eps_clip_low_high", "expected argument count 2"]),
         ("--data.apply_chat_template True", ["--data.apply_chat_template", "takes no value", "'True'"]),
@@ -117,6 +117,30 @@ def test_what_a_section_refuses_is_shown_as_it_was_written(config_class, capsys)
         "error: `ckpt.save_steps` (=0): no step is a multiple of it, so nothing would ever be saved. Use a "
         "positive cadence, or -1 to save only at the end and on SIGTERM."
     )
+
+
+NO_FP16 = "`fsdp.param_dtype` (=fp16): molt does not scale losses"
+
+
+@pytest.mark.parametrize("config_class", CONFIGS)
+def test_training_in_fp16_is_refused_with_the_reason(config_class, tmp_path, capsys):
+    file = tmp_path / "config.toml"
+    file.write_text("[fsdp]\nparam_dtype = 'fp16'\n")
+    for argv in ("--fsdp.param_dtype fp16", "--fsdp.param_dtype=fp16", f"--config {file}"):
+        message = _refused(argv, capsys, config_class)
+        assert NO_FP16 in message and "Use bf16, which has the range of fp32, or fp32." in message
+    for argv in ("--fp16", "--trainer.fp16 True"):
+        assert "molt does not scale losses" in _refused(argv, capsys, config_class)
+    with pytest.raises(ConfigError, match="molt does not scale losses"):
+        FsdpConfig(param_dtype="fp16")
+    with pytest.raises(SystemExit):
+        _parse("--help", config_class)
+    of_training = capsys.readouterr().out.partition("--fsdp.param")[2].partition("--fsdp.attn")[0]
+    assert "bf16" in of_training and "fp16" not in of_training
+
+
+def test_engines_may_generate_in_fp16():
+    assert _parse("--vllm.dtype fp16").vllm.dtype == "fp16"
 
 
 @pytest.mark.parametrize("config_class", CONFIGS)
@@ -179,7 +203,7 @@ def test_a_file_gives_the_defaults_and_flags_override_it(tmp_path):
         ("[data]\nlabel_key = 1", "`data.label_key` (=1) must be a string."),
         ("[ckpt]\noutput_dir = 1", "`ckpt.output_dir` (=1) must be a path in quotes."),
         ("[actor]\neps_clip_low_high = [0.2]", "`actor.eps_clip_low_high` (=[0.2]) must be a list of 2 values."),
-        ("[fsdp]\nparam_dtype = 'int8'", "`fsdp.param_dtype` (='int8') must be one of 'bf16', 'fp16', 'fp32'."),
+        ("[fsdp]\nparam_dtype = 'int8'", "`fsdp.param_dtype` (='int8') must be one of 'bf16', 'fp32'."),
         ("[ckpt]\nsave_steps = 0", "`ckpt.save_steps` (=0): no step is a multiple of it"),
         ("[ckpt", "is not TOML"),
         ("a = '\udcff'", "is not TOML"),

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from molt.data.rows import DropReport, load_rows, require_column
+from molt.data.rows import DropReport, load_rows, require_column, short_names
 from molt.errors import DataError, UnusableRow
 
 FLAG = "data.prompt_dataset"
@@ -420,3 +420,32 @@ def test_drop_report_counts_rows_once_and_names_the_first():
 
 def test_unusable_row_survives_pickling():
     assert str(pickle.loads(pickle.dumps(UnusableRow("empty")))) == "empty"
+
+
+@pytest.mark.parametrize(
+    ("names", "sources"),
+    [
+        (["math.jsonl", "data/code.jsonl", "org/gsm8k"], ["math", "code", "gsm8k"]),
+        (["math/test.jsonl", "code/test.jsonl"], ["math/test", "code/test"]),
+        (["math/test.jsonl", "code/test.jsonl", "other.csv"], ["math/test", "code/test", "other"]),
+        (["test.jsonl", "code/test.jsonl"], ["test", "code/test"]),
+        (["/a/x/test.jsonl", "/b/x/test.jsonl"], ["a/x/test", "b/x/test"]),
+        (["test.jsonl", "test.parquet"], ["test.jsonl", "test.parquet"]),
+        (["a/t.jsonl", "b/t.jsonl", "b/t.csv"], ["a/t.jsonl", "b/t.jsonl", "b/t.csv"]),
+        (["one/gsm8k", "two/gsm8k"], ["one/gsm8k", "two/gsm8k"]),
+        (["org/set@math/test", "org/set@code/test"], ["set@math/test", "set@code/test"]),
+        (["test", "data/test.jsonl"], ["test", "test.jsonl"]),
+        (["d/test.jsonl", "./d/test.jsonl", "d//test.jsonl"], ["test", "test", "test"]),  # one file
+        (["./d/test.jsonl", "e/test.jsonl", "d/test.jsonl"], ["d/test", "e/test", "d/test"]),
+    ],
+)
+def test_different_datasets_are_different_sources(names, sources):
+    assert short_names(names) == sources
+
+
+def test_files_of_one_name_stay_apart(tmp_path):
+    for folder in ("math", "code"):
+        (tmp_path / folder).mkdir()
+        jsonl(tmp_path / folder / "test.jsonl", [{"q": folder}])
+    rows = load(f"{tmp_path}/math/test.jsonl,{tmp_path}/code/test.jsonl")
+    assert [rows.source(i) for i in range(2)] == ["math/test", "code/test"]

@@ -39,3 +39,14 @@ def test_merging_does_not_touch_its_parts():
 
 def test_faults_are_counted_and_not_averaged():
     assert values(merge([{"faults/timeout": Metric(1.0)}] * 3)) == {"faults/timeout": 3.0}
+
+
+@pytest.mark.parametrize("key", ["softmax", "climax", "max", "call_count", "_count", "tests/failures", "faults/x"])
+def test_an_agents_own_key_is_a_mean_whatever_its_name(key):
+    name = f"rollout/info/{key}"
+    assert values(merge([{name: Metric(1.0)}, {name: Metric(4.0)}])) == {name: 2.5}
+
+
+@pytest.mark.parametrize("reason", ["timeout", "softmax", "over_the_max"])
+def test_a_fault_is_counted_whatever_its_reason(reason):
+    assert values(merge([{f"faults/{reason}": Metric(1.0)}] * 3)) == {f"faults/{reason}": 3.0}

@@ -25,6 +25,7 @@ MIB = 1 << 20
 
 SYNC = """
 import os, sys, time
+from decimal import Decimal
 from molt.agents import PolicyFailure, Result
 from molt.types import InfraFailure
 
@@ -58,7 +59,7 @@ def score(trajectory):
     if what == "sandbox":
         raise InfraFailure("sandbox", "no answer")
     if what == "result":
-        return Result(0.25, score=1.0, info={"length": 3, "note": "fine"})
+        return Result(0.25, score=1.0, info={"length": Decimal(3), "note": "fine"})
     if what == "pid" or what == "grow":
         return os.getpid()
     if what == "secret":

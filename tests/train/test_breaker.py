@@ -24,7 +24,7 @@ RATE = 1e-4
 def breaker(norms, factor=3.0):
     made = Breaker(factor)
     for norm in norms:
-        made.add(norm)
+        made.take(norm, has_signal=True)
     return made
 
 
@@ -41,8 +41,68 @@ def test_the_limit_by_hand():
 def test_the_limit_forgets():
     made = breaker([100.0] * WINDOW + [1.0] * (WINDOW // 2))
     assert made.limit == 3 * 50.5  # half old, half new: (1 + 100) / 2
-    made.add(1.0)
+    made.take(1.0, has_signal=True)
     assert made.limit == 3.0
+
+
+def test_steps_of_regularisers_alone_do_not_lower_the_limit():
+    made = breaker([])
+    for _ in range(10):
+        made.take(0.01, has_signal=False)
+    for _ in range(7):
+        made.take(1.0, has_signal=True)
+    assert made.limit == inf  # seven norms
+    made.take(1.0, has_signal=True)
+    assert made.limit == 3.0
+    made.take(0.01, has_signal=False)
+    assert list(made.norms) == [1.0] * 8
+
+
+def skip(made, *norms):
+    for norm in norms:
+        made.skip(norm)
+
+
+def test_two_spikes_of_one_size_change_the_limit_and_the_third_starts_it_again():
+    made = breaker([1.0] * 20)
+    skip(made, 35.0)
+    assert made.limit == 3.0
+    skip(made, 30.0)
+    assert made.limit == 4 * 30.0
+    made.take(32.0, has_signal=True)
+    assert made.limit == 3 * 32.0  # the median of 35, 30, 32
+    made.take(300.0, has_signal=False)
+    skip(made, 300.0)
+    assert made.limit == 3 * 32.0  # it counts anew
+
+
+@pytest.mark.parametrize(
+    "norms",
+    [
+        [30.0, 121.0],  # above 4 times 30
+        [30.0, nan, 31.0],
+        [30.0, inf, 31.0],
+        [30.0, 300.0, 3000.0, 30_000.0],
+        [300.0, 31.0, 300.0],
+    ],
+)
+def test_spikes_that_differ_or_are_not_finite_change_nothing(norms):
+    made = breaker([1.0] * 20)
+    skip(made, *norms)
+    assert made.limit == 3.0
+
+
+def test_only_a_step_with_a_signal_ends_a_row_of_spikes():
+    made = breaker([1.0] * 20)
+    skip(made, 30.0)
+    made.take(1.0, has_signal=True)
+    skip(made, 30.0)
+    assert made.limit == 3.0
+    made.take(0.01, has_signal=False)
+    skip(made, 30.0)
+    assert made.limit == 4 * 30.0
+    made.take(1.0, has_signal=True)  # the change did not last
+    assert made.limit == 3.0 and list(made.norms) == [1.0] * 22
 
 
 def test_evidence_of_ranks_is_merged_by_step():
@@ -167,6 +227,51 @@ def test_a_gradient_100_times_the_usual_one_is_skipped_and_twice_the_usual_one_i
     assert policy.evidence() == [] and not same(state_of(policy), before)
 
 
+def without_advantages(step):
+    return [[replace(task, advantage=0.0) for task in batch] for batch in step]
+
+
+def test_batches_that_teach_nothing_make_no_spike_of_those_that_do(tiny):
+    """An entropy bonus gives them a gradient all the same."""
+    policy = Policy(of_policy.settings(tiny, lr=RATE, entropy_coef=1e-4), alone())
+    samples = of_policy.make_samples()
+    (good,) = of_policy.make_plan(samples, (((0, 1, 2, 3),),))
+    small = normal_steps(policy, [without_advantages(good)], samples, 10)
+    real = normal_steps(policy, [good], samples, 6)
+    dist.destroy_process_group()
+    assert policy.evidence() == [] and list(policy.breaker.norms) == real
+    assert min(small) > 0 and min(real) > 20 * max(small)  # each would have been a spike
+
+
+def test_a_step_learns_if_any_of_its_samples_does(policy):
+    samples = of_policy.make_samples()
+    first, second = of_policy.make_plan(samples, (((0, 1),), ((2,), (3,))))
+    (alone_there, rest) = second
+    half = [without_advantages([alone_there])[0], rest]
+    policy.prepare([without_advantages(first), half], samples, {}, 6, 0.0)
+    assert policy.prepared.has_signal == [False, True]
+    rounding = [[replace(task, advantage=1e-17) for task in batch] for batch in first]
+    masked = [[replace(task, weight=0.0) for task in batch] for batch in second]
+    policy.prepare([rounding, masked], samples, {}, 6, 0.0)
+    assert policy.prepared.has_signal == [False, False]
+
+
+def test_gradients_that_stay_large_are_trained_again(policy):
+    samples = of_policy.make_samples()
+    (good,) = of_policy.make_plan(samples, (((0, 1, 2, 3),),))
+    normal_steps(policy, [good], samples, FEWEST)
+    large = scaled(good, 100.0)
+    for _ in range(2):
+        before = state_of(policy)
+        of_policy.train(policy, [large], samples)
+        assert same(state_of(policy), before)
+    assert "train/skipped_count" not in of_policy.train(policy, [large], samples)
+    assert not same(state_of(policy), before)
+    assert [found["reason"] for found in policy.evidence()] == ["spike", "spike"]
+    of_policy.train(policy, [scaled(good, 1e5)], samples)  # 1,000 times the new size
+    assert [found["reason"] for found in policy.evidence()] == ["spike"]
+
+
 def test_the_limit_needs_some_norms(policy):
     samples = of_policy.make_samples()
     (good,) = of_policy.make_plan(samples, (((0, 1, 2, 3),),))
@@ -185,11 +290,13 @@ def test_a_resumed_run_decides_the_same(policy, tiny, tmp_path):
     samples = of_policy.make_samples()
     (good,) = of_policy.make_plan(samples, (((0, 1, 2, 3),),))
     normal_steps(policy, [good], samples, FEWEST)
-    norms, path = list(policy.breaker.norms), saved(policy, tmp_path)
+    of_policy.train(policy, [scaled(good, 100.0)], samples)
+    norms, spikes, path = list(policy.breaker.norms), list(policy.breaker.spikes), saved(policy, tmp_path)
     resumed = make_policy(tiny, alone())
-    resumed.breaker.add(7.0)  # what it knew is not of this lineage
+    resumed.breaker.take(7.0, has_signal=True)  # what it knew is not of this lineage
+    resumed.breaker.skip(8.0)
     resumed.load(path)
-    assert list(resumed.breaker.norms) == norms
+    assert list(resumed.breaker.norms) == norms and list(resumed.breaker.spikes) == spikes and len(spikes) == 1
     resumed_metrics = of_policy.train(resumed, [scaled(good, 100.0)], samples)
     assert resumed_metrics["train/skipped_spike_count"].total == 1
 
@@ -249,8 +356,12 @@ def on_a_rank(mesh, path, plans, samples):
         if hook:
             hook.remove()
         results.append((metrics, policy.evidence(), same(state_of(policy), before)))
-    of_policy.train(policy, plans[rank], samples)
-    return results, not same(state_of(policy), before) and not policy.evidence()
+    # Rank 0 has no advantage in this step, and no rank has one in the next: only the first counts, on both ranks.
+    mine = plans[rank] if rank == 1 else [without_advantages(step) for step in plans[rank]]
+    of_policy.train(policy, mine, samples)
+    of_policy.train(policy, [without_advantages(step) for step in plans[rank]], samples)
+    norms = list(policy.breaker.norms)
+    return results, not same(state_of(policy), before) and not policy.evidence(), norms
 
 
 @pytest.mark.processes
@@ -259,9 +370,11 @@ def test_every_rank_skips_when_one_has_the_fault(tiny, tmp_path):
     (step,) = of_policy.make_plan(samples, (((0, 1), (2, 3)),))
     plans = [[[step[0], []]], [[step[1], []]]]
     ranks = run_ranks(on_a_rank, 2, tmp_path, tiny, plans, samples)
-    assert all(moved for _, moved in ranks)
+    assert all(moved for _, moved, _ in ranks)
+    (first, second) = (norms for _, _, norms in ranks)
+    assert first == second and len(first) == 1
     for number, fault in enumerate(FAULTS):
-        metrics, evidence, unchanged = zip(*(results[number] for results, _ in ranks), strict=True)
+        metrics, evidence, unchanged = zip(*(results[number] for results, *_ in ranks), strict=True)
         assert all(unchanged), fault
         merged = report.merge(metrics)
         # One skipped step, however many ranks skipped it.

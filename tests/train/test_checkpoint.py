@@ -24,6 +24,7 @@ from molt.train.checkpoint import (
     prune,
     removing,
     repair,
+    require_same_rows,
     require_same_run,
     temporary,
     write_part,
@@ -336,6 +337,24 @@ def test_what_an_older_checkpoint_did_not_save_is_not_compared_and_warns():
     other_data = pytest.raises(CheckpointError, match="repeat or skip rows")
     with pytest.warns(UserWarning, match="does not say which"), other_data:
         require_same_run(Path("c/step_000002"), {"rows": 20}, {"rows": 21, "seed": 1})
+
+
+def test_other_rows_are_refused_and_other_labels_warn():
+    path = Path("c/step_000002")
+    rows = {"prompts": "a1", "labels": "b2", "evaluation rows": "c3"}
+    for saved in ({}, rows, {"prompts": "a1"}):  # an older checkpoint has none
+        require_same_rows(path, saved, rows, "`data.dataset` (=d)")
+    require_same_rows(path, rows, {"prompts": "a1", "labels": "b2"}, "`data.dataset` (=d)")  # no evaluation any more
+    with pytest.raises(CheckpointError) as error:
+        require_same_rows(path, rows, rows | {"prompts": "x", "labels": "x"}, "`data.dataset` (=d)")
+    assert str(error.value) == (
+        "checkpoint c/step_000002 was made with other rows than those of `data.dataset` (=d), or in another order: it "
+        "would repeat or skip rows. Resume with the rows of that run, or use another --ckpt.output_dir."
+    )
+    with pytest.warns(UserWarning, match="made with other labels: the prompts are the same"):
+        require_same_rows(path, rows, rows | {"labels": "x"}, "`data.dataset` (=d)")
+    with pytest.warns(UserWarning, match="made with other evaluation rows: scores before and after"):
+        require_same_rows(path, rows, rows | {"evaluation rows": "x"}, "`data.dataset` (=d)")
 
 
 def test_a_checkpoint_of_a_newer_molt_is_refused_not_skipped(two_saved):

@@ -96,6 +96,23 @@ def test_resuming_with_another_order_of_the_data_is_refused(config):
     assert (config.ckpt.run_dir / "config.toml").read_text() == "a = 1\n"  # the settings to go back to
 
 
+def test_resuming_with_other_rows_of_the_same_number_is_refused(config, copy_task, tmp_path):
+    short = replace(config, train=replace(config.train, max_steps=1))
+    run_sft(short)
+    rows = (copy_task / "train.jsonl").read_text().splitlines(keepends=True)
+    shuffled = tmp_path / "shuffled.jsonl"
+    shuffled.write_text("".join(reversed(rows)))
+    moved = tmp_path / "moved.json"
+    moved.write_text("".join(rows))
+
+    def resumed(file):
+        return replace(short, data=replace(short.data, dataset=str(file)), ckpt=replace(config.ckpt, load_enable=True))
+
+    with pytest.raises(CheckpointError, match=r"other rows than those of `data.dataset` \(=.*shuffled.jsonl\)"):
+        run_sft(resumed(shuffled))
+    run_sft(resumed(moved))
+
+
 def test_a_mixture_resumes_exactly_and_drops_rows_before_it_counts(config, copy_task, tmp_path):
     """12 rows of 14 are usable and 48: with shares 1,1 an epoch has 12 of each, 4 steps of 6."""
     other = tmp_path / "other.jsonl"
@@ -204,5 +221,6 @@ def test_two_ranks_train_as_one(config, tmp_path):
     one, both = records(short), records(two)
     assert one[0]["train/loss"] == pytest.approx(both[0]["train/loss"], abs=1e-6)
     assert one[0]["train/grad_norm"] == pytest.approx(both[0]["train/grad_norm"], rel=1e-5)
+    assert one[0]["train/entropy"] == pytest.approx(both[0]["train/entropy"], rel=1e-5)  # of all samples
     assert one[2]["eval/loss"] == pytest.approx(both[2]["eval/loss"], rel=1e-3)
     assert weights(two).keys() == weights(short).keys()
