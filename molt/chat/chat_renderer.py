@@ -23,7 +23,7 @@ from molt.chat.images import File, ImageReader, load_image_reader
 from molt.chat.marked_tokenizer import MarkedTokenizer
 from molt.chat.probes import USER
 from molt.chat.protocol import ChatError, Message, Retention, Tools
-from molt.chat.render import ANSWER, end_ids, load_tokenizer, require_template
+from molt.chat.render import ANSWER, end_ids, load_tokenizer, require_template, stop_ids
 from molt.chat.tool_arguments import arguments_as_objects
 from molt.types import Media
 
@@ -63,12 +63,12 @@ class ChatRenderer:
         self.images = images
 
         family = find_family(self.tokenizer, thinking_retention, takes_images=images is not None)
-        ends = {*eos_ids, tokenizer.eos_token_id}
         if family is None:
             require_template(tokenizer)
+            ends = stop_ids(tokenizer, eos_ids, apply_chat_template=True)
         else:
-            ends.update(family.get_stop_token_ids())
-        self.eos_ids: list[int] = sorted(ends - {None})
+            ends = stop_ids(tokenizer, [*eos_ids, *family.get_stop_token_ids()], apply_chat_template=False)
+        self.eos_ids: list[int] = ends
 
         self._format: ChatFormat
         if family is None:

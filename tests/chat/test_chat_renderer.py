@@ -471,3 +471,16 @@ def test_importing_is_cheap():
         "assert not {'torch', 'transformers', 'renderers', 'vllm', 'ray'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_half_a_surrogate_pair_in_a_request_is_read():
+    renderer = of_template(CHATML)
+    ids = renderer.render([user("smile \ud83d here")])
+    assert "user\nsmile \ufffd here<|im_end|>" in renderer.tokenizer.text(ids)
+
+
+def test_a_policy_stops_where_its_template_ends_a_turn():
+    """Though the tokenizer of its base model names another end."""
+    tokenizer = char_tokenizer(CHATML)
+    tokenizer.eos_token = "<|pad|>"
+    assert ChatRenderer(tokenizer).eos_ids == [0, END_ID]
