@@ -148,7 +148,7 @@ def read_tools(value: Any, column: str) -> Tools:
 def require_unicode(value: Any, column: str) -> None:
     """Raise UnusableRow if a text in `value` is no Unicode (half a surrogate pair), or JSON cannot hold it."""
     try:
-        json.dumps(value, ensure_ascii=False, default=str).encode()
+        json.dumps(value, ensure_ascii=False, default=str, skipkeys=True).encode()
     except UnicodeEncodeError as error:
         half = ascii(error.object[error.start])
         raise UnusableRow(

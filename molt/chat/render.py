@@ -152,18 +152,24 @@ def turn_end(tokenizer: Any) -> TurnEnd:
     template rejects a user's message and an answer.
     """
     answered = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": ANSWER}]
-    text = _after_answer(render_text(tokenizer, answered)).strip()
-    if not text:
-        followed = [*answered, {"role": "user", "content": "hi"}]
-        text = _after_answer(render_text(tokenizer, followed)).strip()
+    closing = _after_answer(render_text(tokenizer, answered)).strip()
+    if closing:
+        ids = tokenizer(closing, add_special_tokens=False).input_ids
+        return _first_special(tokenizer, closing, ids)
 
-    added = tokenizer.added_tokens_decoder
-    ids = tokenizer(text, add_special_tokens=False).input_ids
-    special = [token_id for token_id in ids if token_id in added and added[token_id].special]
-    begins_with_text = not ids or ids[0] not in added
-    if begins_with_text or not special:
-        return TurnEnd(text[:SHOWN_END], None)
-    return TurnEnd(tokenizer.decode([special[0]]), special[0])
+    followed = [*answered, {"role": "user", "content": "hi"}]
+    opener = _after_answer(render_text(tokenizer, followed)).strip()
+    ids = tokenizer(opener, add_special_tokens=False).input_ids
+    return _first_special(tokenizer, opener, ids[:1])
+
+
+def _first_special(tokenizer: Any, text: str, ids: list[int]) -> TurnEnd:
+    """The first special token of `ids`, or else the first that was added to the vocabulary."""
+    added = [token_id for token_id in ids if token_id in tokenizer.added_tokens_decoder]
+    special = [token_id for token_id in added if tokenizer.added_tokens_decoder[token_id].special]
+    for token_id in [*special, *added]:
+        return TurnEnd(tokenizer.decode([token_id]), token_id)
+    return TurnEnd(text[:SHOWN_END], None)
 
 
 def stop_ids(tokenizer: Any, eos_ids: Iterable[int], *, apply_chat_template: bool) -> list[int]:

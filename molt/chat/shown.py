@@ -20,7 +20,7 @@ from molt.types import Json
 
 READ_KEYS = {"role", "content", "tool_calls", "tool_call_id", "name", *REASONING_KEYS, *WEIGHT_KEYS}
 """Keys of a message that molt reads, or knows to be ids."""
-THINK_TAGS = re.compile(r"(</?think(?:ing)?>)")
+THINK_TAGS = re.compile(r"(</?think(?:ing)?>|\[/?THINK\])")
 LEADING_MARKUP = re.compile(r"\s*(?:<[^<>\n]*>)?\s*")
 """What a template may look at to tell what a text is: the sentinel comes after it."""
 
@@ -175,4 +175,4 @@ class _Sentinels:
 
 
 def _closes(tag: str) -> bool:
-    return tag.startswith("</")
+    return tag.startswith(("</", "[/"))

@@ -27,7 +27,7 @@ from molt.chat.chat_renderer import load_chat_renderer
 from molt.chat.render import Renderer, for_template, load_tokenizer, render_text
 from molt.chat.round_trip import check_round_trip
 from molt.chat.shown import Part, hidden_parts, ignored_keys
-from molt.cli.model_directory import ModelDirectory, doubts, new_end
+from molt.cli.model_directory import ModelDirectory, doubts, new_end, without_end
 from molt.config import CkptConfig, FsdpConfig, RLConfig
 from molt.data.mixture import EpochOrder
 from molt.data.prompts import PromptDataset
@@ -250,7 +250,7 @@ def check_policy(
         chats=config.data.apply_chat_template,
         exports=fsdp is not None,
     )
-    found.attempt(check_directory, found, directory)
+    found.attempt(check_directory, found, directory, endless="warning")
     if fsdp is not None:
         check_balance(found, RL.actor.aux_loss_coef, config.actor.aux_loss_coef, description)
     head_size = attention_head_size(description)
@@ -266,8 +266,14 @@ def check_policy(
     return tokenizer
 
 
-def check_directory(found: Findings, directory: ModelDirectory) -> None:
-    """Add what does not fit together in a model's directory. Raises MoltError if no run could use it."""
+def check_directory(found: Findings, directory: ModelDirectory, *, endless: Level) -> None:
+    """Add what does not fit together in a model's directory. Raises MoltError if no run could use it.
+
+    endless: how bad it is that nothing ends an answer.
+    """
+    problem = without_end(directory)
+    if problem is not None:
+        found.add(endless, problem)
     end = new_end(directory)
     if end is not None:
         found.add("ok", end)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from molt.chat.render import TurnEnd, end_ids, render_text, turn_end
-from molt.errors import ConfigError, UnusableRow
+from molt.errors import UnusableRow
 
 if TYPE_CHECKING:  # `molt check` imports it when it needs it
     from transformers import PreTrainedTokenizerBase
@@ -41,11 +41,17 @@ class ModelDirectory:
             return None
 
 
-def require_turn_end(directory: ModelDirectory) -> None:
-    """Raise ConfigError if a model that learns from the template could never stop."""
+def without_end(directory: ModelDirectory) -> str | None:
+    """That a model which learns from the template could never stop, in words; None if it could."""
     end = directory.end
-    if end is not None and end.token_id is None:
-        raise ConfigError(_without_end(directory, end))
+    if end is None or end.token_id is not None:
+        return None
+    eos = directory.tokenizer.eos_token
+    return (
+        f"{directory.setting}: the chat template ends an answer with {end.text!r}, which is no special token of this "
+        f"tokenizer, so nothing would stop the model at its end. Use a `data.chat_template` that ends an answer with "
+        f"{eos!r}, or a tokenizer and model that have the template's token."
+    )
 
 
 def doubts(directory: ModelDirectory) -> Iterator[str]:
@@ -59,15 +65,6 @@ def doubts(directory: ModelDirectory) -> Iterator[str]:
         yield from _of_beginning(directory)
     if directory.exports:
         yield from _of_generation_config(directory)
-
-
-def _without_end(directory: ModelDirectory, end: TurnEnd) -> str:
-    eos = directory.tokenizer.eos_token
-    return (
-        f"{directory.setting}: the chat template ends an answer with {end.text!r}, which is no special token of this "
-        f"tokenizer, so nothing would stop the model at its end. Use a `data.chat_template` that ends an answer with "
-        f"{eos!r}, or a tokenizer and model that have the template's token."
-    )
 
 
 def new_end(directory: ModelDirectory) -> str | None:

@@ -25,7 +25,7 @@ def static_checks(config: SftConfig) -> "Findings":
     """Everything found about an SFT run, errors included; never raises for what is wrong with the settings."""
     from molt import rules_sft
     from molt.cli import advice, check
-    from molt.cli.model_directory import ModelDirectory, require_turn_end
+    from molt.cli.model_directory import ModelDirectory
     from molt.setting import name_of
 
     found = check.Findings()
@@ -50,8 +50,7 @@ def static_checks(config: SftConfig) -> "Findings":
             chats=True,
             exports=True,
         )
-        found.attempt(require_turn_end, directory)
-        found.attempt(check.check_directory, found, directory)
+        found.attempt(check.check_directory, found, directory, endless="error")
     advice.check_disk(found, config.ckpt, config.model.model_name_or_path)
 
     conversations = found.attempt(_first_conversations, config) if config.data.dataset else None

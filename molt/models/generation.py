@@ -7,7 +7,7 @@ transformers refuses to save a config whose settings do not fit together, though
 import copy
 from collections.abc import Iterable, Iterator
 
-from transformers import GenerationConfig, PreTrainedConfig
+from transformers import GenerationConfig
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -73,14 +73,3 @@ def _values(config: GenerationConfig, names: Iterable[str]) -> dict[str, object]
         if value is not None:
             values[name] = value
     return values
-
-
-def without_generation_settings(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A copy without settings of generation, with which transformers refuses to save it.
-
-    Older models have them there. transformers reads them into the generation config when it loads the model.
-    """
-    cleaned = copy.deepcopy(config)
-    for name in config._get_generation_parameters():  # what `save_pretrained` refuses
-        delattr(cleaned, name)
-    return cleaned

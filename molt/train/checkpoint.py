@@ -42,7 +42,7 @@ from transformers import PreTrainedTokenizerBase
 from molt.checkpoint_files import FORMAT, NUMBER, read_json, require_known_format, write_json
 from molt.errors import CheckpointError
 from molt.models.forward import PolicyModel
-from molt.models.generation import exported_generation_config, without_generation_settings
+from molt.models.generation import exported_generation_config
 from molt.parallel.mesh import Mesh, SavingGroup
 from molt.parallel.shape import ALL_AXES
 from molt.publish.gather import named_full_tensors
@@ -477,7 +477,7 @@ def _write_settings(
     config = type(causal_lm.config).from_dict(causal_lm.config.to_dict())
     config.dtype = model.compute_dtype
     config.use_cache = True
-    without_generation_settings(config).save_pretrained(folder)
+    config.save_pretrained(folder)
     exported_generation_config(causal_lm.generation_config, end_ids).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

@@ -49,11 +49,19 @@ UNCLOSED = (
 )
 PLAIN = UNCLOSED.replace("<|im_start|>", "\n### ")
 SPACED = CHATML.replace("<|im_end|>", " <|im_end|>")
+TAGGED = CHATML.replace("<|im_end|>", "</answer><|im_end|>")
 
 
 @pytest.mark.parametrize(
     ("template", "text"),
-    [(CHATML, "<|im_end|>"), (QWEN3, "<|im_end|>"), (SPACED, "<|im_end|>"), (UNCLOSED, "<|im_start|>"), (PLAIN, None)],
+    [
+        (CHATML, "<|im_end|>"),
+        (QWEN3, "<|im_end|>"),
+        (SPACED, "<|im_end|>"),
+        (TAGGED, "<|im_end|>"),
+        (UNCLOSED, "<|im_start|>"),
+        (PLAIN, None),
+    ],
 )
 def test_what_ends_a_turn(template, text):
     tokenizer = base_tokenizer(template)
@@ -80,11 +88,13 @@ def test_a_base_model_with_a_foreign_template_is_told_where_it_stops(kind, run, 
     assert f"end tokens of base, which are [{PAD_ID}]; the exported model stops there too" in shown
 
 
-def test_a_template_that_nothing_could_stop_is_refused_by_sft(run, capsys):
+@pytest.mark.parametrize(("kind", "level"), [("rl", "warning"), ("sft", "error")])
+def test_a_template_that_nothing_could_stop_is_refused_by_sft(kind, level, run, capsys):
     tokenizer = bpe_tokenizer(CHATML.replace("<|im_end|>", "<|eot|>"))
     directory(run / "base", tokenizer)
-    code, shown = checked(capsys, "sft", "--model.model_name_or_path base")
-    assert code == 1
+    code, shown = checked(capsys, kind, f"{model_flag(kind)} base")
+    assert code == (level == "error")
+    assert f"{level:<9}`" in shown
     for part in (
         "ends an answer with '<|eot|>'",
         "no special token of this tokenizer",

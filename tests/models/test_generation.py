@@ -1,14 +1,13 @@
 """Generation configs that transformers loads and would not save, and the end tokens of an export."""
 
 import pytest
-from transformers import GenerationConfig, Qwen3Config
+from transformers import GenerationConfig
 
 from molt.models.generation import (
     changes,
     exported_generation_config,
     savable,
     save_problem,
-    without_generation_settings,
 )
 
 SHIPPED = {
@@ -50,12 +49,3 @@ def test_a_valid_config_is_left_alone():
     assert exported_generation_config(config, []).eos_token_id == 2
     assert exported_generation_config(config, [9, 1]).eos_token_id == [1, 2, 9]
     assert config.eos_token_id == 2, "the config of the model was changed"
-
-
-def test_settings_of_generation_in_a_model_config_do_not_stop_its_export(tmp_path):
-    config = Qwen3Config(temperature=0.6, do_sample=True)
-    with pytest.raises(ValueError, match="generation parameters"):
-        config.save_pretrained(tmp_path)
-    without_generation_settings(config).save_pretrained(tmp_path)
-    assert Qwen3Config.from_pretrained(tmp_path).hidden_size == config.hidden_size
-    assert config.temperature == 0.6
