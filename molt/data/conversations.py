@@ -10,7 +10,7 @@ A template that does not close its turns (GLM) ends them with the special token 
 message: it is trained. The last turn of such a conversation has no end in the rendering, and learns none.
 
 A turn whose message has `weight` 0 is context. What the template does not show of a conversation is found by
-sentinels (`chat/shown.py`): a row whose trained turn would lose its content or its calls is dropped.
+sentinels (`chat/shown.py`): a row whose trained turn would lose what it ends with is dropped.
 
 Not here: truncation (it would train half a turn and no end), and masking by the pad id (some models pad
 with the token that ends a turn).
@@ -25,7 +25,7 @@ import numpy as np
 from molt.chat.messages import REASONING_KEYS, read_messages, read_tools, require_unicode, trained_weight
 from molt.chat.protocol import Message, Tools
 from molt.chat.render import ANSWER, for_template, render_text, require_embedded, require_template
-from molt.chat.shown import THINK_TAGS, Hidden, Part, hidden_parts, ignored_keys
+from molt.chat.shown import THINK_TAGS, Part, hidden_parts, ignored_keys
 from molt.config_sft import SftDataConfig
 from molt.data.prompts import require_value
 from molt.data.rows import DropReport, Row, Rows, require_column
@@ -179,22 +179,11 @@ class _Builder:
         for each in hidden:
             is_trained = each.index in turns
             if is_trained:
-                self._require_shown(messages[each.index or 0], each)
+                _require_end_shown(messages[each.index or 0], each.part)
             if is_trained or each.part is not Part.REASONING:
                 parts.append(str(each))
         parts += [f"the key `{key}` of messages" for key in ignored_keys(self.tokenizer, messages, tools, text=text)]
         return list(dict.fromkeys(parts))
-
-    def _require_shown(self, message: Message, hidden: Hidden) -> None:
-        """Raise UnusableRow if the turn would be trained to end where it said more. Reasoning alone may be left out."""
-        answer = THINK_TAGS.split(message["content"])[-1]  # a content may hold reasoning too
-        says_more = bool(answer.strip() or message.get("tool_calls"))
-        if hidden.part is Part.REASONING and says_more:
-            return
-        raise UnusableRow(
-            f"with an assistant turn of which the chat template does not show {hidden.part.value}, so that the model "
-            "would learn to end its turn there: use another `data.chat_template`"
-        )
 
     def _trained_turns(self, messages: list[Message], first: int) -> list[int]:
         """Indices of the assistant messages to train, from message `first` on."""
@@ -326,6 +315,21 @@ class _Frame(NamedTuple):
 
 def _says_something(message: Message) -> bool:
     return any(str(message.get(field) or "").strip() for field in TRAINED_FIELDS)
+
+
+def _require_end_shown(message: Message, hidden: Part) -> None:
+    """Raise UnusableRow if the last part of the turn is hidden: the model would learn to end its turn before."""
+    answer = THINK_TAGS.split(message["content"])[-1]  # a content may hold reasoning too
+    last = Part.REASONING
+    if message.get("tool_calls"):
+        last = Part.CALLS
+    elif answer.strip():
+        last = Part.CONTENT
+    if hidden is last:
+        raise UnusableRow(
+            f"with an assistant turn of which the chat template does not show {hidden.value}, so that the model would "
+            "learn to end its turn there: use another `data.chat_template`"
+        )
 
 
 def _messages(row: Row, config: SftDataConfig) -> tuple[list[Message], int]:

@@ -484,3 +484,14 @@ def test_a_policy_stops_where_its_template_ends_a_turn():
     tokenizer = char_tokenizer(CHATML)
     tokenizer.eos_token = "<|pad|>"
     assert ChatRenderer(tokenizer).eos_ids == [0, END_ID]
+
+
+def test_what_the_template_does_not_show_of_a_request_is_a_problem():
+    without_tools = CHATML[CHATML.index("{%- for m in messages") :]
+    problems = check_round_trip(of_template(without_tools))
+    assert any("does not show the tools: what a client sends there is lost" in problem for problem in problems)
+    assert not any("does not show" in problem for problem in check_round_trip(of_template(without_tools), tools=False))
+    assert not any("does not show" in problem for problem in check_round_trip(of_template(QWEN3)))
+    deaf = CHATML.replace("for m in messages", "for m in messages if m.role != 'system'")
+    problems = check_round_trip(of_template(deaf), tools=False)
+    assert any("does not show the content of a system message" in problem for problem in problems)

@@ -389,6 +389,20 @@ def test_a_turn_of_which_the_template_shows_too_little_drops_its_row(build, turn
         assert part in report.message()
 
 
+def test_a_call_is_trained_though_the_template_drops_the_words_before_it(build):
+    """As Llama 3.1's does."""
+    calling = (
+        "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}"
+        "{{- (m.tool_calls[0].function | tojson) if m.tool_calls else m.content }}{{- '<|im_end|>\n' }}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+    )
+    tokenizer = char_tokenizer(calling)
+    messages = [user("add 1"), assistant("let me see", tool_calls=[ADDING]), RESULT, assistant("2")]
+    (one,), report = build([{"input": messages}], tokenizer)
+    assert trained(tokenizer, one) == ['{"name": "add", "arguments": {"a": 1}}<|im_end|>', "2<|im_end|>"]
+    assert "the content of an assistant message in 1 row (row 0)" in report.hidden_message()
+
+
 def test_context_that_the_template_does_not_show_is_named(build):
     deaf = char_tokenizer().chat_template.replace("for m in messages", "for m in messages if m.role != 'system'")
     system = {"role": "developer", "content": "Be brief."}
