@@ -186,10 +186,9 @@ def for_template(tokenizer: Any, messages: list[Message], tools: Tools) -> list[
     key = _reasoning_key(str(tokenizer.chat_template))
     renamed = []
     for message in messages:
-        if key != "reasoning_content" and "reasoning_content" in message:
-            message = {name: value for name, value in message.items() if name != "reasoning_content"} | {
-                key: message["reasoning_content"]
-            }
+        if "reasoning_content" in message:
+            message = dict(message)
+            message[key] = message.pop("reasoning_content")
         renamed.append(message)
     return with_fitting_arguments(tokenizer, renamed, tools)
 
@@ -335,12 +334,12 @@ class Renderer:
         """What the tokenizer makes of a text; but no second token of the beginning, and none of the end."""
         ids = self.tokenizer(text).input_ids
         bare = self._encode(text)
-        added_at_start = len(ids) - len(bare)
-        while added_at_start > 0 and ids[added_at_start:] != bare:
-            ids = ids[:-1]
-            added_at_start -= 1
-        begins_twice = added_at_start > 0 and ids[:added_at_start] == bare[:added_at_start]
-        return bare if begins_twice else ids
+        for start in range(len(ids) - len(bare) + 1):
+            if ids[start : start + len(bare)] == bare:
+                before = ids[:start]
+                begins_twice = bare[:start] == before
+                return bare if begins_twice else [*before, *bare]
+        return ids
 
     def continuation_ids(self, generated_ids: list[int], observation: str) -> list[int]:
         """The ids to append to the model's exact turn so that the next user message is `observation`.
