@@ -21,6 +21,7 @@ from molt.chat.chat_parser import ChatParser, Parsed
 from molt.chat.chat_template import TemplateFormat
 from molt.chat.images import File, ImageReader, load_image_reader
 from molt.chat.marked_tokenizer import MarkedTokenizer
+from molt.chat.messages import name_results
 from molt.chat.probes import USER
 from molt.chat.protocol import ChatError, Message, Retention, Tools
 from molt.chat.render import ANSWER, end_ids, load_tokenizer, require_template, stop_ids
@@ -157,21 +158,6 @@ def load_chat_renderer(
         thinking_retention=thinking_retention,
         images=load_image_reader(model_name_or_path),
     )
-
-
-def name_results(messages: list[Message]) -> list[Message]:
-    """The conversation with the name of its function in every tool result, by the call that it answers."""
-    names: dict[str, str] = {}
-    for message in messages:
-        for call in message.get("tool_calls") or ():
-            names[call["id"]] = call["function"]["name"]
-
-    named = []
-    for message in messages:
-        if message["role"] == "tool" and message.get("tool_call_id") in names:
-            message = {"name": names[message["tool_call_id"]]} | message
-        named.append(message)
-    return named
 
 
 def _with_any_name(message: Message) -> Message:

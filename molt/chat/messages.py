@@ -16,6 +16,8 @@ ROLES = {"developer": "system", "function": "tool"}
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of parts whose `text` is shown; a part that says no type is text too."""
+THOUGHT_PARTS = ("thinking", "reasoning")
+"""Types of parts that are the message's reasoning."""
 IMAGE_PARTS = ("image_url", "input_image", "image")
 WEIGHT_KEYS = ("weight", "train", "training", "trainable", "loss")
 """Keys of a message that say whether its tokens are trained: `weight` of OpenAI's files, others of other trainers."""
@@ -75,7 +77,7 @@ def _text(content: Any, column: str) -> str:
         return content
     if not isinstance(content, list):
         raise UnusableRow(f"whose `{column}` has a content that is a {type(content).__name__}, not text")
-    return "\n".join(_text_of_part(part, column) for part in content)
+    return "\n".join(_text_of_part(part, column) for part in content if not _is_thought(part))
 
 
 def _text_of_part(part: Any, column: str) -> str:
@@ -89,12 +91,19 @@ def _text_of_part(part: Any, column: str) -> str:
 
 
 def _reasoning(item: Json, column: str) -> str:
-    """The first of `REASONING_KEYS` that says something."""
+    """The first of `REASONING_KEYS` that says something, or else the parts of the content that are reasoning."""
     for key in REASONING_KEYS:
         text = _text(item.get(key), column)
         if text:
             return text
-    return ""
+    if not isinstance(item.get("content"), list):
+        return ""
+    thoughts = [part for part in item["content"] if _is_thought(part)]
+    return "\n".join(str(part.get("thinking") or part.get("text") or "") for part in thoughts)
+
+
+def _is_thought(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in THOUGHT_PARTS
 
 
 def _calls(item: Json, column: str) -> list[Json]:
@@ -119,7 +128,10 @@ def _read_call(call: Any, column: str) -> Json:
     function = call["function"]
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise UnusableRow(f"whose `{column}` has a tool call without the name of its function")
-    return {key: value for key, value in call.items() if value is not None}
+    if function.get("arguments", {}) in (None, ""):
+        function = function | {"arguments": {}}
+    filled = {key: value for key, value in call.items() if value is not None}
+    return filled | {"function": function}
 
 
 def _parsed(text: str) -> Any:
@@ -127,6 +139,22 @@ def _parsed(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return text
+
+
+def name_results(messages: list[Message]) -> list[Message]:
+    """The conversation with the name of its function in every tool result, by the call that it answers."""
+    names: dict[Any, str] = {}
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            names[call.get("id")] = call["function"]["name"]
+    names.pop(None, None)
+
+    named = []
+    for message in messages:
+        if message["role"] == "tool" and message.get("tool_call_id") in names:
+            message = {"name": names[message["tool_call_id"]]} | message
+        named.append(message)
+    return named
 
 
 def read_tools(value: Any, column: str) -> Tools:

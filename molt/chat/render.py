@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from molt.chat.messages import REASONING_KEYS, as_unicode
+from molt.chat.messages import REASONING_KEYS, as_unicode, name_results
 from molt.chat.protocol import Message, Tools
 from molt.chat.tool_arguments import arguments_as_objects, arguments_as_text
 from molt.errors import ConfigError, DataError, UnusableRow, did_you_mean
@@ -182,10 +182,13 @@ def stop_ids(tokenizer: Any, eos_ids: Iterable[int], *, apply_chat_template: boo
 
 
 def for_template(tokenizer: Any, messages: list[Message], tools: Tools) -> list[Message]:
-    """The messages as this template reads them: the key of the reasoning, the form of the arguments of calls."""
+    """The messages as this template reads them: the key of the reasoning, the form of the arguments of calls.
+
+    And with the names of functions in their results, which some templates show.
+    """
     key = _reasoning_key(str(tokenizer.chat_template))
     renamed = []
-    for message in messages:
+    for message in name_results(messages):
         if "reasoning_content" in message:
             message = dict(message)
             message[key] = message.pop("reasoning_content")

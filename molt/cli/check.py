@@ -27,7 +27,7 @@ from molt.chat.chat_renderer import load_chat_renderer
 from molt.chat.render import Renderer, for_template, load_tokenizer, render_text
 from molt.chat.round_trip import check_round_trip
 from molt.chat.shown import Part, hidden_parts, ignored_keys
-from molt.cli.model_directory import ModelDirectory, doubts, new_end, without_end
+from molt.cli.model_directory import ModelDirectory, doubts, new_end, require_exportable, without_end
 from molt.config import CkptConfig, FsdpConfig, RLConfig
 from molt.data.mixture import EpochOrder
 from molt.data.prompts import PromptDataset
@@ -59,6 +59,7 @@ UNREAD_COLUMNS = {
     "images": NOT_READ,
     "audio": NOT_READ,
     "videos": NOT_READ,
+    "weight": "All rows weigh alike: repeat rows instead, or remove the column.",
 }
 """Columns that other trainers read, and what to do about one that no setting names."""
 LOOK_ROWS = 1_000
@@ -278,6 +279,8 @@ def check_directory(found: Findings, directory: ModelDirectory, *, endless: Leve
     if end is not None:
         found.add("ok", end)
     found.add("warning", *doubts(directory))
+    if directory.exports:
+        require_exportable(directory)
 
 
 def check_trained_model(

@@ -1,11 +1,12 @@
 """A model directory checked against itself, without weights: tokenizer, template, configuration, generation config."""
 
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from molt.chat.render import TurnEnd, end_ids, render_text, turn_end
-from molt.errors import UnusableRow
+from molt.errors import ConfigError, UnusableRow, described
 
 if TYPE_CHECKING:  # `molt check` imports it when it needs it
     from transformers import PreTrainedTokenizerBase
@@ -39,6 +40,21 @@ class ModelDirectory:
             return turn_end(self.tokenizer)
         except UnusableRow:
             return None
+
+
+def require_exportable(directory: ModelDirectory) -> None:
+    """Raise ConfigError if what is written beside the weights, after the last step, could not be."""
+    from transformers import AutoConfig
+
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            directory.tokenizer.save_pretrained(folder)
+            AutoConfig.from_pretrained(directory.path, trust_remote_code=False).save_pretrained(folder)
+        except Exception as error:  # transformers raises anything
+            raise ConfigError(
+                f"{directory.setting}: its tokenizer or configuration could not be saved ({described(error)}), so the "
+                "run would end without a model. Correct them so that `save_pretrained` works."
+            ) from error
 
 
 def without_end(directory: ModelDirectory) -> str | None:

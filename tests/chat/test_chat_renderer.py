@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molt.chat.chat_parser import Parsed
-from molt.chat.chat_renderer import ChatRenderer, load_chat_renderer, name_results
+from molt.chat.chat_renderer import ChatRenderer, load_chat_renderer
+from molt.chat.messages import name_results
 from molt.chat.protocol import ChatError
 from molt.chat.round_trip import check_round_trip
 from molt.errors import DataError

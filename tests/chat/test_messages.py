@@ -62,6 +62,14 @@ def test_what_only_datasets_have():
 
     (message,) = read_messages([{"role": "assistant", "content": ["a", {"text": "b"}], "thinking": "t"}], "input")
     assert message == {"role": "assistant", "content": "a\nb", "reasoning_content": "t"}
+    parts = [{"type": "thinking", "thinking": "t"}, {"type": "text", "text": "a"}]
+    (message,) = read_messages([{"role": "assistant", "content": parts}], "input")
+    assert message == {"role": "assistant", "content": "a", "reasoning_content": "t"}
+    for nothing in (None, ""):
+        calling = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": nothing}}]}
+        (message,) = read_messages([calling], "input")
+        assert message["tool_calls"] == [{"function": {"name": "add", "arguments": {}}}]
+
     kept = {"role": "user", "content": "x", "name": "bob", "weight": 1, "timestamp": 3}
     assert read_messages([kept], "input") == [kept]
 

@@ -76,6 +76,16 @@ def test_keys_that_nobody_reads():
     assert ignored_keys(tokenizer, messages, None, text=text) == ["timestamp"]
 
 
+def test_results_come_with_the_names_of_their_functions():
+    """Found by the ids of calls; a name that is there stays."""
+    tokenizer = char_tokenizer(LISTING.replace("m.content", "(m.name or '') + '=' + m.content"))
+    calling = assistant("") | {"tool_calls": [CALL]}
+    messages = for_template(
+        tokenizer, [calling, RESULT, RESULT | {"name": "sum"}, {"role": "tool", "content": "3"}], None
+    )
+    assert render_text(tokenizer, messages[1:]) == "tool:add=2<|im_end|>tool:sum=2<|im_end|>tool:=3<|im_end|>"
+
+
 JOINED = LISTING.replace("m.content", "m.content + (m.tool_calls[0].function.arguments if m.tool_calls else '')")
 PRINTED = JOINED.replace("arguments if m.tool_calls", "arguments | string if m.tool_calls")
 DUMPED = JOINED.replace("arguments if m.tool_calls", "arguments | tojson if m.tool_calls")

@@ -181,6 +181,17 @@ def test_a_generation_config_that_cannot_be_loaded_is_an_error(run, capsys):
     assert code == 1 and "generation_config.json is refused by transformers" in shown
 
 
+@pytest.mark.parametrize("kind", ["rl", "sft"])
+def test_what_could_not_be_written_after_the_last_step_is_an_error(kind, run, capsys, monkeypatch):
+    def save(*_, **__):
+        raise ValueError("this tokenizer cannot be saved")
+
+    monkeypatch.setattr("transformers.PreTrainedTokenizerFast.save_pretrained", save)
+    code, shown = checked(capsys, kind)
+    assert code == 1
+    assert "could not be saved (ValueError: this tokenizer cannot be saved), so the run would end without" in shown
+
+
 # Columns that nobody reads --------------------------------------------------------------------------------------------
 
 
