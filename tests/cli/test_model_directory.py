@@ -186,7 +186,7 @@ def test_what_could_not_be_written_after_the_last_step_is_an_error(kind, run, ca
     def save(*_, **__):
         raise ValueError("this tokenizer cannot be saved")
 
-    monkeypatch.setattr("transformers.PreTrainedTokenizerFast.save_pretrained", save)
+    monkeypatch.setattr("transformers.PreTrainedTokenizerBase.save_pretrained", save)
     code, shown = checked(capsys, kind)
     assert code == 1
     assert "could not be saved (ValueError: this tokenizer cannot be saved), so the run would end without" in shown
