@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from molt.chat.render import TurnEnd, end_ids, render_text, turn_end
 from molt.errors import ConfigError, UnusableRow, described
+from molt.hub import only_local
 
 if TYPE_CHECKING:  # `molt check` imports it when it needs it
     from transformers import PreTrainedTokenizerBase
@@ -49,7 +50,10 @@ def require_exportable(directory: ModelDirectory) -> None:
     with tempfile.TemporaryDirectory() as folder:
         try:
             directory.tokenizer.save_pretrained(folder)
-            AutoConfig.from_pretrained(directory.path, trust_remote_code=False).save_pretrained(folder)
+            config = AutoConfig.from_pretrained(
+                directory.path, trust_remote_code=False, local_files_only=only_local(directory.path)
+            )
+            config.save_pretrained(folder)
         except Exception as error:  # transformers raises anything
             raise ConfigError(
                 f"{directory.setting}: its tokenizer or configuration could not be saved ({described(error)}), so the "
