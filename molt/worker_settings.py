@@ -79,6 +79,7 @@ def policy_settings(spec: ProcessSpec) -> PolicySettings:
         max_len=config.data.max_len,
         total_steps=trained_batches * _steps_per_epoch(config) * config.train.max_epochs,
         engine_dtype=engine_dtype(config),
+        apply_chat_template=config.data.apply_chat_template,
     )
 
 

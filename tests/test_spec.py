@@ -10,6 +10,7 @@ from molt.errors import CheckpointError, ConfigError, DataError
 from molt.records.state import RunState
 from molt.rollout.dump import batch_dir, begin_dump
 from molt.spec import resolve, resolve_evaluation
+from molt.worker_settings import policy_settings
 from tests.runs import settings, write_prompts
 
 GAE = ("--algo.advantage.estimator", "gae")
@@ -52,6 +53,13 @@ def test_a_replay_has_no_engines_and_as_many_batches_as_were_dumped(tmp_path, pr
         (batch_dir(dump, step) / "buffer.json").write_text("[]")
     spec = spec_of(tmp_path, prompts, "--train.rollout_replay_dir", str(dump))
     assert spec.processes.num_engines == 0 and spec.total_batches == 2
+
+
+@pytest.mark.parametrize("chats", [True, False])
+def test_the_policy_knows_whether_prompts_are_chats(tmp_path, prompts, chats):
+    spec = spec_of(tmp_path, prompts)
+    config = replace(spec.config, data=replace(spec.config.data, apply_chat_template=chats))
+    assert policy_settings(replace(spec.processes, config=config)).apply_chat_template is chats
 
 
 def test_nothing_is_written(tmp_path, prompts):

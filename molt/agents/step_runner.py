@@ -11,6 +11,7 @@ from molt.agents.episode import Episode, EpisodeContext, built, call, checked, d
 from molt.agents.serving import Serving
 from molt.agents.trajectory import as_messages
 from molt.chat.chat_renderer import Parsed
+from molt.chat.messages import read_messages
 from molt.chat.protocol import ToolCall
 from molt.errors import AgentError
 from molt.types import CutReason, InfraFailure, Json, PolicyFailure, Turn
@@ -131,7 +132,7 @@ def _first_ids(env: Env, context: EpisodeContext, prompt: object) -> list[int]:
     else:
         if not isinstance(prompt, list):
             raise _wrong_prompt(env, prompt, expected="list")
-        shown = replace(context.prompt, messages=prompt)
+        shown = replace(context.prompt, messages=read_messages(prompt, "prompt"))
     return context.renderer.prompt_ids(shown)
 
 

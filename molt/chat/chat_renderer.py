@@ -21,9 +21,10 @@ from molt.chat.chat_parser import ChatParser, Parsed
 from molt.chat.chat_template import TemplateFormat
 from molt.chat.images import File, ImageReader, load_image_reader
 from molt.chat.marked_tokenizer import MarkedTokenizer
+from molt.chat.messages import name_results
 from molt.chat.probes import USER
 from molt.chat.protocol import ChatError, Message, Retention, Tools
-from molt.chat.render import ANSWER, end_ids, load_tokenizer, require_template
+from molt.chat.render import ANSWER, end_ids, load_tokenizer, require_template, stop_ids
 from molt.chat.tool_arguments import arguments_as_objects
 from molt.types import Media
 
@@ -63,12 +64,12 @@ class ChatRenderer:
         self.images = images
 
         family = find_family(self.tokenizer, thinking_retention, takes_images=images is not None)
-        ends = {*eos_ids, tokenizer.eos_token_id}
         if family is None:
             require_template(tokenizer)
+            ends = stop_ids(tokenizer, eos_ids, apply_chat_template=True)
         else:
-            ends.update(family.get_stop_token_ids())
-        self.eos_ids: list[int] = sorted(ends - {None})
+            ends = stop_ids(tokenizer, [*eos_ids, *family.get_stop_token_ids()], apply_chat_template=False)
+        self.eos_ids: list[int] = ends
 
         self._format: ChatFormat
         if family is None:
@@ -157,21 +158,6 @@ def load_chat_renderer(
         thinking_retention=thinking_retention,
         images=load_image_reader(model_name_or_path),
     )
-
-
-def name_results(messages: list[Message]) -> list[Message]:
-    """The conversation with the name of its function in every tool result, by the call that it answers."""
-    names: dict[str, str] = {}
-    for message in messages:
-        for call in message.get("tool_calls") or ():
-            names[call["id"]] = call["function"]["name"]
-
-    named = []
-    for message in messages:
-        if message["role"] == "tool" and message.get("tool_call_id") in names:
-            message = {"name": names[message["tool_call_id"]]} | message
-        named.append(message)
-    return named
 
 
 def _with_any_name(message: Message) -> Message:

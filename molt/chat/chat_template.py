@@ -12,7 +12,7 @@ from functools import lru_cache
 from molt.chat.marked_tokenizer import MarkedTokenizer
 from molt.chat.probes import USER, object_call
 from molt.chat.protocol import Message, Retention, Tools
-from molt.chat.render import ANSWER, render_text
+from molt.chat.render import ANSWER, render_text, spells_python
 from molt.chat.tool_arguments import arguments_as_text
 from molt.errors import UnusableRow
 
@@ -104,10 +104,13 @@ class TemplateFormat:
 def template_text(tokenizer: MarkedTokenizer, messages: list[Message], tools: Tools, *, prompt: bool) -> str:
     """The template's text, with the generation prompt if `prompt`. Raises UnusableRow if the template rejects it."""
     try:
-        return render_text(tokenizer, messages, tools=tools, add_generation_prompt=prompt)
+        text = render_text(tokenizer, messages, tools=tools, add_generation_prompt=prompt)
     except UnusableRow:  # some templates join the arguments of a call as text
-        with_text = arguments_as_text(messages)
-        return render_text(tokenizer, with_text, tools=tools, add_generation_prompt=prompt)
+        text = None
+    if text is not None and not spells_python(messages, text):
+        return text
+    with_text = arguments_as_text(messages)
+    return render_text(tokenizer, with_text, tools=tools, add_generation_prompt=prompt)
 
 
 def _text_after_occurrence(text: str, number: int) -> str | None:

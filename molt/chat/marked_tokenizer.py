@@ -5,6 +5,8 @@ import re
 from functools import cached_property, lru_cache
 from typing import Any
 
+from molt.chat.messages import as_unicode
+
 MARK = "moltspecial7f3a"
 """What a mark begins with; a number and `x` follow."""
 REMEMBERED_LENGTH = 32
@@ -41,7 +43,7 @@ class MarkedTokenizer:
         if isinstance(value, list):
             return [self.mark(item) for item in value]
         if isinstance(value, str):
-            return self._special.sub(self._mark_of, value)
+            return self._special.sub(self._mark_of, as_unicode(value))
         return value
 
     def _mark_of(self, special: re.Match[str]) -> str:

@@ -3,6 +3,8 @@
 from molt.chat import probes
 from molt.chat.chat_renderer import ChatRenderer
 from molt.chat.protocol import Message, Tools
+from molt.chat.render import for_template
+from molt.chat.shown import Part, hidden_parts
 from molt.chat.tool_arguments import decode_arguments
 
 
@@ -11,7 +13,7 @@ def check_round_trip(renderer: ChatRenderer, *, tools: bool = True) -> list[str]
 
     `tools`: check calls and results too.
     """
-    problems = []
+    problems = _check_shown(renderer, tools=tools)
     messages = [probes.USER]
     for text in ("one", "two", "three"):
         answer: Message = {"role": "assistant", "content": text}
@@ -22,6 +24,23 @@ def check_round_trip(renderer: ChatRenderer, *, tools: bool = True) -> list[str]
         problems += _check_calls(renderer)
         problems += _check_bridge(renderer, [probes.USER], probes.TWO_CALLS, probes.TWO_RESULTS, probes.TOOLS)
     return problems
+
+
+def _check_shown(renderer: ChatRenderer, *, tools: bool) -> list[str]:
+    """Whether the template shows a system message, and with `tools` results and tools; for calls see `_check_calls`."""
+    if not renderer.tokenizer.chat_template:  # a family without it
+        return []
+    messages = [probes.SYSTEM, probes.USER]
+    offered = None
+    if tools:
+        messages += [probes.TWO_CALLS, *probes.TWO_RESULTS]
+        offered = probes.TOOLS
+    fitting = for_template(renderer.tokenizer, messages, offered)
+    hidden = [part for part in hidden_parts(renderer.tokenizer, fitting, offered) if part.part is not Part.CALLS]
+    if not hidden:
+        return []
+    parts = ", ".join(dict.fromkeys(str(part) for part in hidden))
+    return [f"the chat template does not show {parts}: what a client sends there is lost. Use another chat template."]
 
 
 def _check_calls(renderer: ChatRenderer) -> list[str]:

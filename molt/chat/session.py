@@ -12,8 +12,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-from molt.chat.chat_renderer import ChatRenderer, name_results
+from molt.chat.chat_renderer import ChatRenderer
 from molt.chat.images import read_images
+from molt.chat.messages import name_results
 from molt.chat.off_loop import LIGHT_BYTES, LIGHT_TEXT, LIGHT_TOKENS, aside
 from molt.chat.protocol import Answer, ChatError, ChatReply, ChatRequest, Message
 from molt.chat.reading import ReadTurn, read_turn

@@ -44,5 +44,7 @@ def _convert_arguments(messages: list[Message], convert: Callable[[Any], Any]) -
 
 def _convert_call(call: Json, convert: Callable[[Any], Any]) -> Json:
     function = call["function"]
+    if "arguments" not in function:
+        return call
     converted = function | {"arguments": convert(function["arguments"])}
     return call | {"function": converted}

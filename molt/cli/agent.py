@@ -213,13 +213,13 @@ def _label(arguments: argparse.Namespace) -> Any:
 
 
 def _tools(path: str | None) -> list[dict[str, Any]] | None:
-    from molt.data.prompts import as_tools
+    from molt.chat.messages import read_tools
 
     if path is None:
         return None
     try:
-        return as_tools(Path(path).read_text(), "--tools")
-    except (OSError, UnusableRow) as error:
+        return read_tools(Path(path).read_text(encoding="utf-8-sig"), "--tools")
+    except (OSError, UnicodeDecodeError, UnusableRow) as error:
         raise ConfigError(f"--tools {path}: {error}; no tools can be offered. Name a JSON list of schemas.") from error
 
 

@@ -24,8 +24,10 @@ from molt.agents.scheme import load_scheme
 from molt.algo.plugin import load_estimator
 from molt.algorithm import Algorithm, policy_loss
 from molt.chat.chat_renderer import load_chat_renderer
-from molt.chat.render import Renderer, load_tokenizer
+from molt.chat.render import Renderer, for_template, load_tokenizer, render_text
 from molt.chat.round_trip import check_round_trip
+from molt.chat.shown import Part, hidden_parts, ignored_keys
+from molt.cli.model_directory import ModelDirectory, doubts, new_end, require_exportable, without_end
 from molt.config import CkptConfig, FsdpConfig, RLConfig
 from molt.data.mixture import EpochOrder
 from molt.data.prompts import PromptDataset
@@ -35,6 +37,7 @@ from molt.records.leftovers import holds_run
 from molt.roles import roles
 from molt.rules import RL
 from molt.setting import name_of
+from molt.types import Prompt
 
 if TYPE_CHECKING:  # `molt check` imports them when it needs them
     import torch
@@ -44,6 +47,21 @@ if TYPE_CHECKING:  # `molt check` imports them when it needs them
 
 Level = Literal["error", "warning", "ok"]
 COLOURS = {"error": "bold red", "warning": "yellow", "ok": "green"}
+NOT_READ = "Put it into the messages, or remove the column."
+UNREAD_COLUMNS = {
+    "tools": "Pass --data.tools_key tools, or remove the column.",
+    "functions": "Pass --data.tools_key with a column of tool schemas, or remove the column.",
+    "parallel_tool_calls": NOT_READ,
+    "chat_template_kwargs": "Set them in the template of `data.chat_template`, or remove the column.",
+    "system": NOT_READ,
+    "history": NOT_READ,
+    "image": NOT_READ,
+    "images": NOT_READ,
+    "audio": NOT_READ,
+    "videos": NOT_READ,
+    "weight": "All rows weigh alike: repeat rows instead, or remove the column.",
+}
+"""Columns that other trainers read, and what to do about one that no setting names."""
 LOOK_ROWS = 1_000
 """Rows that are rendered."""
 MOST_ROWS = 20_000
@@ -226,6 +244,14 @@ def check_policy(
     description = check_description(found, setting, path, config.data.max_len, fsdp)
     if description is None:
         return tokenizer
+    directory = ModelDirectory(
+        flag=name_of(setting),
+        path=path,
+        tokenizer=tokenizer,
+        chats=config.data.apply_chat_template,
+        exports=fsdp is not None,
+    )
+    found.attempt(check_directory, found, directory, endless="warning")
     if fsdp is not None:
         check_balance(found, RL.actor.aux_loss_coef, config.actor.aux_loss_coef, description)
     head_size = attention_head_size(description)
@@ -239,6 +265,22 @@ def check_policy(
     else:
         found.add("ok", f"model: {description.model_type} at {path}")
     return tokenizer
+
+
+def check_directory(found: Findings, directory: ModelDirectory, *, endless: Level) -> None:
+    """Add what does not fit together in a model's directory. Raises MoltError if no run could use it.
+
+    endless: how bad it is that nothing ends an answer.
+    """
+    problem = without_end(directory)
+    if problem is not None:
+        found.add(endless, problem)
+    end = new_end(directory)
+    if end is not None:
+        found.add("ok", end)
+    found.add("warning", *doubts(directory))
+    if directory.exports:
+        require_exportable(directory)
 
 
 def check_trained_model(
@@ -455,6 +497,22 @@ def first_held_out(config: RLConfig) -> Dataset:
     return Dataset(RL.eval.dataset, paths, rows)
 
 
+def check_unread_columns(found: Findings, datasets: Sequence[Dataset], read: Sequence[str]) -> None:
+    """Add a warning for each column that means something to a conversation and that no setting reads."""
+    for dataset in datasets:
+        for name in dataset.rows.columns:
+            fix = UNREAD_COLUMNS.get(name)
+            if fix is None or name in read:
+                continue
+            rows = [number for number in _first_of_each(dataset.rows.sizes) if dataset.rows[number].get(name)]
+            if rows:
+                found.add(
+                    "warning",
+                    f"{dataset.label}: the column `{name}` (in {plural(len(rows), 'row')}, first row {rows[0]}) is not "
+                    f"read, so the model is not shown it. {fix}",
+                )
+
+
 def check_datasets(
     found: Findings,
     config: RLConfig,
@@ -470,6 +528,7 @@ def check_datasets(
         columns.append(Column(RL.data.tools_key, config.data.tools_key, everywhere=False))
 
     if has_columns(found, loaded, columns):
+        check_unread_columns(found, loaded, [column.name for column in columns])
         for dataset in loaded:
             found.attempt(_check_prompts, found, config, dataset, tokenizer)
 
@@ -503,10 +562,16 @@ def _check_prompts(
     found: Findings, config: RLConfig, dataset: Dataset, tokenizer: "PreTrainedTokenizerBase | None"
 ) -> None:
     data = config.data
+    from molt.models.description import model_embedding_rows
+
     prompts = PromptDataset(dataset.rows, data)
     renderer = None
     if tokenizer is not None:
-        renderer = Renderer(tokenizer, apply_chat_template=data.apply_chat_template)
+        renderer = Renderer(
+            tokenizer,
+            apply_chat_template=data.apply_chat_template,
+            embedding_rows=model_embedding_rows(config.actor.model_name_or_path),
+        )
 
     numbers = _first_of_each(dataset.rows.sizes)
     report = DropReport(len(numbers))
@@ -516,6 +581,8 @@ def _check_prompts(
             prompt = prompts.prompt(number)
             if renderer is not None:
                 lengths[number] = _usable_length(renderer.prompt_ids(prompt), data.max_len)
+                for part in hidden_of_prompt(tokenizer, prompt):
+                    report.hide(number, part)
         except UnusableRow as error:
             report.add(number, error)
 
@@ -527,6 +594,19 @@ def _check_prompts(
     if renderer is not None:
         add_rows(found, f"prompts of {name_of(dataset.setting)}", report)
         _check_room(found, config, dataset, lengths)
+
+
+def hidden_of_prompt(tokenizer: "PreTrainedTokenizerBase | None", prompt: Prompt) -> Iterator[str]:
+    """What of a prompt the chat template does not show. Templates drop earlier reasoning: it is not counted."""
+    if prompt.messages is None:
+        return
+    messages = for_template(tokenizer, prompt.messages, prompt.tools)
+    for hidden in hidden_parts(tokenizer, messages, prompt.tools):
+        if hidden.part is not Part.REASONING:
+            yield str(hidden)
+    text = render_text(tokenizer, messages, tools=prompt.tools)
+    for key in ignored_keys(tokenizer, messages, prompt.tools, text=text):
+        yield f"the key `{key}` of messages"
 
 
 def _usable_length(prompt_ids: list[int], max_len: int) -> int:
@@ -575,6 +655,8 @@ def add_rows(found: Findings, what: str, report: DropReport) -> None:
     """Which of the first rows can be used, from their DropReport."""
     if report.dropped:
         found.add("warning", f"{what}: {report.message()}")
+    if report.hidden_message():
+        found.add("warning", f"{what}: {report.hidden_message()}")
     found.add("ok", f"{what}: {report.total - report.dropped:,} of the first {report.total:,} rows can be used")
 
 

@@ -25,6 +25,8 @@ def static_checks(config: SftConfig) -> "Findings":
     """Everything found about an SFT run, errors included; never raises for what is wrong with the settings."""
     from molt import rules_sft
     from molt.cli import advice, check
+    from molt.cli.model_directory import ModelDirectory
+    from molt.setting import name_of
 
     found = check.Findings()
     check.add_rules(found, rules_sft.errors(config), rules_sft.warnings(config))
@@ -40,13 +42,24 @@ def static_checks(config: SftConfig) -> "Findings":
         config.data.max_len,
         config.fsdp,
     )
+    if tokenizer is not None:
+        directory = ModelDirectory(
+            flag=name_of(rules_sft.SFT.model.model_name_or_path),
+            path=config.model.model_name_or_path,
+            tokenizer=tokenizer,
+            chats=True,
+            exports=True,
+        )
+        found.attempt(check.check_directory, found, directory, endless="error")
     advice.check_disk(found, config.ckpt, config.model.model_name_or_path)
 
     conversations = found.attempt(_first_conversations, config) if config.data.dataset else None
     held_out = found.attempt(_first_held_out, config) if config.eval.dataset else None
     datasets = [dataset for dataset in (conversations, held_out) if dataset is not None]
-    if not check.has_columns(found, datasets, _columns(config)):
+    columns = _columns(config)
+    if not check.has_columns(found, datasets, columns):
         return found
+    check.check_unread_columns(found, datasets, [column.name for column in columns])
     if conversations is not None and held_out is not None:
         advice.check_overlap(found, conversations, held_out, config.data.input_key)
     if conversations is not None and tokenizer is not None:
@@ -92,12 +105,14 @@ def _check_conversations(
     """Add which of the first rows can be trained on, and how many steps there will be."""
     from molt.cli.check import LOOK_ROWS, StepPlan, add_rows, add_steps, first_rows, is_cut
     from molt.data.conversations import build_conversations
+    from molt.models.description import model_embedding_rows
     from molt.rules_sft import SFT
 
     data = config.data
     most = max(1, LOOK_ROWS // len(dataset.rows.sizes))
     rows = first_rows(data.dataset, "data.dataset", data.dataset_split, len(dataset.rows), mixed=True, most=most)
-    _, report = build_conversations(rows, data, tokenizer)
+    rows_of_model = model_embedding_rows(config.model.model_name_or_path)
+    _, report = build_conversations(rows, data, tokenizer, rows_of_model)
     add_rows(found, "conversations", report)
     if data.dataset_probs is None:  # a mixture draws its share of each dataset
         epochs = config.train.max_epochs

@@ -9,6 +9,9 @@ assistant's opener is never trained. `{% generation %}` markers in a template ca
 A template that does not close its turns (GLM) ends them with the special token that opens the next
 message: it is trained. The last turn of such a conversation has no end in the rendering, and learns none.
 
+A turn whose message has `weight` 0 is context. What the template does not show of a conversation is found by
+sentinels (`chat/shown.py`): a row whose trained turn would lose what it ends with is dropped.
+
 Not here: truncation (it would train half a turn and no end), and masking by the pad id (some models pad
 with the token that ends a turn).
 """
@@ -19,17 +22,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from molt.chat.render import ANSWER, render_text, require_template
+from molt.chat.messages import REASONING_KEYS, read_messages, read_tools, require_unicode, trained_weight
+from molt.chat.protocol import Message, Tools
+from molt.chat.render import ANSWER, for_template, render_text, require_embedded, require_template
+from molt.chat.shown import THINK_TAGS, Part, hidden_parts, ignored_keys
 from molt.config_sft import SftDataConfig
-from molt.data.prompts import Message, as_messages, as_tools, require_value
+from molt.data.prompts import require_value
 from molt.data.rows import DropReport, Row, Rows, require_column
 from molt.errors import DataError, UnusableRow
-from molt.types import Json
 
 MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-TRAINED_FIELDS = ("content", "tool_calls", "reasoning_content")
+TRAINED_FIELDS = ("content", "tool_calls", *REASONING_KEYS)
 """Where an assistant message may have something to learn."""
-Tools = list[Json] | None
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,14 @@ class Conversation:
     """int32 [T]."""
     mask: np.ndarray
     """bool [T], True where the token enters the loss."""
+
+
+@dataclass(frozen=True)
+class _Built:
+    """A conversation, and what of its row the template does not show, in words."""
+
+    conversation: Conversation
+    hidden: list[str]
 
 
 class Span(NamedTuple):
@@ -75,11 +87,14 @@ class _Tokens:
         return after_start & before_end
 
 
-def build_conversations(rows: Rows, config: SftDataConfig, tokenizer: Any) -> tuple[list[Conversation], DropReport]:
+def build_conversations(
+    rows: Rows, config: SftDataConfig, tokenizer: Any, embedding_rows: int | None = None
+) -> tuple[list[Conversation], DropReport]:
     """Every usable row as a `Conversation`, and the account of the others.
 
     With `output_key` only the answer is trained; without it every assistant turn of the conversation, or
-    the last one (`train_on_last_turn_only`). Raises DataError: no such column, no template, no row left.
+    the last one (`train_on_last_turn_only`); but no turn with `weight` 0. embedding_rows: of the model; larger ids
+    cannot be trained. Raises DataError: no such column, no template, no row left.
     """
     require_template(tokenizer)
     if not tokenizer.is_fast:
@@ -93,14 +108,18 @@ def build_conversations(rows: Rows, config: SftDataConfig, tokenizer: Any) -> tu
     if config.tools_key is not None:
         require_column(rows, config.tools_key, "data.tools_key", everywhere=False)
 
-    builder = _Builder(config, tokenizer)
+    builder = _Builder(config, tokenizer, embedding_rows)
     conversations = []
     report = DropReport(len(rows))
     for i in range(len(rows)):
         try:
-            conversations.append(builder.build(rows[i]))
+            built = builder.build(rows[i])
         except UnusableRow as error:
             report.add(i, error)
+            continue
+        conversations.append(built.conversation)
+        for part in built.hidden:
+            report.hide(i, part)
 
     if not conversations:
         raise DataError(
@@ -113,26 +132,30 @@ def build_conversations(rows: Rows, config: SftDataConfig, tokenizer: Any) -> tu
 class _Builder:
     """Rows to conversations, with one tokenizer and its template."""
 
-    def __init__(self, config: SftDataConfig, tokenizer: Any):
+    def __init__(self, config: SftDataConfig, tokenizer: Any, embedding_rows: int | None):
         self.config = config
         self.tokenizer = tokenizer
+        self.embedding_rows = embedding_rows
         self.special_ids = set()
         for token_id, token in tokenizer.added_tokens_decoder.items():
             if token.special:
                 self.special_ids.add(token_id)
 
-    def build(self, row: Row) -> Conversation:
+    def build(self, row: Row) -> _Built:
         """Raises UnusableRow."""
         messages, first = _messages(row, self.config)
         tools = None
         if self.config.tools_key is not None:
-            tools = as_tools(row.get(self.config.tools_key), self.config.tools_key)
+            require_unicode(row.get(self.config.tools_key), self.config.tools_key)
+            tools = read_tools(row.get(self.config.tools_key), self.config.tools_key)
+        messages = for_template(self.tokenizer, messages, tools)
 
         turns = self._trained_turns(messages, first)
         rendered = self._render(messages, turns, tools)
         tokens = self._tokenise(rendered.text)
         if len(tokens.ids) > self.config.max_len:
             raise UnusableRow(f"longer than `data.max_len` (={self.config.max_len}); raise it to use them")
+        require_embedded(tokens.ids.tolist(), self.embedding_rows)
 
         marked = self._marked(messages, tools, tokens)
         mask = np.zeros(len(tokens.ids), dtype=bool)
@@ -143,7 +166,24 @@ class _Builder:
                 mask |= _inside_turn(turn, tokens)
             else:
                 mask |= self._trained_with_next_opener(turn, tokens)
-        return Conversation(tokens.ids, mask)
+        hidden = self._hidden(messages, turns, tools, rendered.text)
+        return _Built(Conversation(tokens.ids, mask), hidden)
+
+    def _hidden(self, messages: list[Message], turns: list[int], tools: Tools, text: str) -> list[str]:
+        """What the template leaves out, in words. Raises UnusableRow if a trained turn would say less than its row.
+
+        Reasoning of other turns is not counted: templates drop it once it is history.
+        """
+        hidden = hidden_parts(self.tokenizer, messages, tools)
+        parts = []
+        for each in hidden:
+            is_trained = each.index in turns
+            if is_trained:
+                _require_end_shown(messages[each.index or 0], each.part)
+            if is_trained or each.part is not Part.REASONING:
+                parts.append(str(each))
+        parts += [f"the key `{key}` of messages" for key in ignored_keys(self.tokenizer, messages, tools, text=text)]
+        return list(dict.fromkeys(parts))
 
     def _trained_turns(self, messages: list[Message], first: int) -> list[int]:
         """Indices of the assistant messages to train, from message `first` on."""
@@ -156,6 +196,9 @@ class _Builder:
         turns = [i for i in turns if _says_something(messages[i])]
         if not turns:
             raise UnusableRow("whose assistant turns are empty")
+        turns = [i for i in turns if trained_weight(messages[i], self.config.input_key)]
+        if not turns:
+            raise UnusableRow("whose assistant turns have weight 0")
         return turns
 
     def _render(self, messages: list[Message], turns: list[int], tools: Tools) -> _Rendered:
@@ -274,21 +317,46 @@ def _says_something(message: Message) -> bool:
     return any(str(message.get(field) or "").strip() for field in TRAINED_FIELDS)
 
 
+def _require_end_shown(message: Message, hidden: Part) -> None:
+    """Raise UnusableRow if the last part of the turn is hidden: the model would learn to end its turn before."""
+    answer = THINK_TAGS.split(message["content"])[-1]  # a content may hold reasoning too
+    last = Part.REASONING
+    if message.get("tool_calls"):
+        last = Part.CALLS
+    elif answer.strip():
+        last = Part.CONTENT
+    if hidden is last:
+        raise UnusableRow(
+            f"with an assistant turn of which the chat template does not show {hidden.value}, so that the model would "
+            "learn to end its turn there: use another `data.chat_template`"
+        )
+
+
 def _messages(row: Row, config: SftDataConfig) -> tuple[list[Message], int]:
     """The messages of the conversation, and the index of the first that may be trained."""
     require_value(row, config.input_key)
     value = row[config.input_key]
+    require_unicode(value, config.input_key)
     if config.output_key is None:
         if isinstance(value, str):
             raise UnusableRow(f"whose `{config.input_key}` is text; name the answer with `data.output_key`")
-        return as_messages(value, config.input_key), 0
+        return _texts(value, config.input_key), 0
 
     require_value(row, config.output_key)
+    require_unicode(row[config.output_key], config.output_key)
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
-    prompt = as_messages(value, config.input_key)
-    answer = as_messages(_answer(row[config.output_key]), config.output_key)
+    prompt = _texts(value, config.input_key)
+    answer = _texts(_answer(row[config.output_key]), config.output_key)
     return [*prompt, *answer], len(prompt)
+
+
+def _texts(value: Any, column: str) -> list[Message]:
+    """Messages of text alone."""
+    messages = read_messages(value, column)
+    if any(isinstance(message["content"], list) for message in messages):
+        raise UnusableRow(f"whose `{column}` has images, which cannot be trained on yet")
+    return messages
 
 
 def _answer(value: Any) -> Any:

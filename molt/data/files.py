@@ -8,6 +8,7 @@ message or a tool schema is what it was. Values of csv are strings, and an empty
 import csv
 import json
 import sys
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ class Part:
 
 def _read_json(path: Path, limit: int | None) -> Part:
     """An array of objects, or (as is common) one object per line."""
-    data = path.read_bytes()
+    data = path.read_bytes().removeprefix(BOM_UTF8)
     is_array = data.lstrip().startswith(b"[")
     if not is_array:
         return _read_jsonl(path, limit)
@@ -65,6 +66,8 @@ def _read_jsonl(path: Path, limit: int | None) -> Part:
 def _numbered(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
     """The lines that are not blank, with their numbers from 1."""
     for number, line in enumerate(lines, start=1):
+        if number == 1:
+            line = line.removeprefix(BOM_UTF8)
         if line.strip():
             yield number, line
 
@@ -73,6 +76,8 @@ def _parse(path: Path, data: bytes, line: int | None) -> Any:
     """The JSON value of `data`, line number `line` of the file; None: all of it."""
     try:
         return json.loads(data)
+    except RecursionError:
+        raise _malformed(path, f"line {line or 1}", "it is nested too deeply") from None
     except ValueError as error:
         where = line or getattr(error, "lineno", 1)
         raise _malformed(path, f"line {where}", str(error)) from None

@@ -4,55 +4,16 @@ The state of a `PromptStream` is one integer, the index of the next prompt: the 
 of seed and epoch (`mixture.py`), so there is nothing else to save.
 """
 
-import json
 from dataclasses import replace
 from typing import Any
 
+from molt.chat.messages import read_messages, read_tools, require_unicode
+from molt.chat.protocol import Message
 from molt.config import PromptDataConfig
 from molt.data.mixture import EpochOrder
 from molt.data.rows import Row, Rows, require_column
 from molt.errors import UnusableRow
-from molt.types import Json, Prompt
-
-Message = Json
-
-
-def as_messages(value: Any, column: str) -> list[Message]:
-    """`value` as chat messages: a list of objects with a role and a content. Raises UnusableRow."""
-    if not isinstance(value, list):
-        raise UnusableRow(f"whose `{column}` is a {type(value).__name__}, not a list of messages")
-    if not value:
-        raise UnusableRow(f"whose `{column}` has no messages")
-
-    for message in value:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise UnusableRow(f"whose `{column}` has a message without a role")
-        # An assistant message that only calls tools has no content.
-        has_content = isinstance(message.get("content"), str | list)
-        if not has_content and not message.get("tool_calls"):
-            raise UnusableRow(f"whose `{column}` has a message without text or tool calls")
-    return value
-
-
-def as_tools(value: Any, column: str) -> list[Json] | None:
-    """`value` as tool schemas: a list of objects, or JSON text of one; None if there are none. Raises UnusableRow."""
-    tools = value
-    if isinstance(value, str) and value.strip():
-        tools = _parsed_tools(value, column)
-    if not tools:
-        return None
-
-    are_schemas = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
-    if not are_schemas:
-        raise UnusableRow(f"whose `{column}` is not a list of tool schemas")
-    return tools
-
-
-def _parsed_tools(text: str, column: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        raise UnusableRow(f"whose `{column}` is not valid JSON") from None
+from molt.types import Prompt
 
 
 def require_value(row: Row, column: str) -> None:
@@ -84,11 +45,13 @@ class PromptDataset:
 
         require_value(data, config.input_key)
         value = data[config.input_key]
+        require_unicode(value, config.input_key)
 
         label = None
         if config.label_key is not None:
             require_value(data, config.label_key)
             label = data[config.label_key]
+            require_unicode(label, config.label_key)
 
         messages = None
         text = None
@@ -99,8 +62,10 @@ class PromptDataset:
 
         tools = None
         if config.tools_key is not None:
-            tools = as_tools(data.get(config.tools_key), config.tools_key)
+            require_unicode(data.get(config.tools_key), config.tools_key)
+            tools = read_tools(data.get(config.tools_key), config.tools_key)
 
+        require_unicode(data.get("data_source"), "data_source")
         data_source = data.get("data_source") or self.rows.source(row)
         return Prompt(
             epoch=0,
@@ -117,7 +82,7 @@ class PromptDataset:
         column = self.config.input_key
         if isinstance(value, str):
             value = [{"role": "user", "content": self._text(value)}]
-        messages = as_messages(value, column)
+        messages = read_messages(value, column)
         if messages[-1]["role"] == "assistant":
             raise UnusableRow(f"whose `{column}` ends with the assistant's answer; remove it")
         return messages

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from molt import hub
 from molt.config import comma_list
 from molt.data.files import READERS, Part, Row, table_part
-from molt.errors import DataError, UnusableRow, did_you_mean
+from molt.errors import DataError, UnusableRow, did_you_mean, plural
 
 T = TypeVar("T")
 SPLIT_FLAGS = {
@@ -32,14 +32,23 @@ NAMED_ROWS = 5
 
 
 class DropReport:
-    """Which rows of a dataset were dropped, by reason. A row that comes back every epoch counts once."""
+    """Which rows of a dataset were dropped, by reason. A row that comes back every epoch counts once.
+
+    And of which rows, that were not dropped, the chat template leaves something out.
+    """
 
     def __init__(self, total: int):
         self.total = total
         self._rows: dict[str, dict[int, None]] = {}
+        self._hidden: dict[str, dict[int, None]] = {}
 
     def add(self, row: int, error: UnusableRow) -> None:
         rows = self._rows.setdefault(str(error), {})
+        rows[row] = None
+
+    def hide(self, row: int, part: str) -> None:
+        """part: what of the row is not shown to the model, in words."""
+        rows = self._hidden.setdefault(part, {})
         rows[row] = None
 
     @property
@@ -60,21 +69,34 @@ class DropReport:
         """`dropped 3 of 1,000 rows: 2 longer than ... (rows 5, 17), 1 ... (row 8). <fix>`, or ''."""
         if not self._rows:
             return ""
-        reasons = sorted(self._rows, key=self._count, reverse=True)
-        parts = ", ".join(f"{self._count(reason):,} {reason} ({self._numbers(reason)})" for reason in reasons)
+        reasons = sorted(self._rows.items(), key=_count, reverse=True)
+        parts = ", ".join(f"{len(rows):,} {reason} ({_numbers(rows)})" for reason, rows in reasons)
         return f"dropped {self.dropped:,} of {self.total:,} rows: {parts}. Correct these rows or remove them."
 
-    def _count(self, reason: str) -> int:
-        return len(self._rows[reason])
+    def hidden_message(self) -> str:
+        """`the chat template does not show the reasoning of an assistant message in 4 rows (rows 0, ...)`, or ''."""
+        if not self._hidden:
+            return ""
+        hidden = sorted(self._hidden.items(), key=_count, reverse=True)
+        parts = ", ".join(f"{part} in {plural(len(rows), 'row')} ({_numbers(rows)})" for part, rows in hidden)
+        return (
+            f"the chat template does not show {parts}: the model neither sees nor learns it. Use another "
+            "`data.chat_template`, or leave it out of the rows."
+        )
 
-    def _numbers(self, reason: str) -> str:
-        """`rows 5, 17, ...`"""
-        rows = self._rows[reason]
-        word = "rows" if len(rows) > 1 else "row"
-        shown = ", ".join(str(row) for row in islice(rows, NAMED_ROWS))
-        if len(rows) > NAMED_ROWS:
-            shown += ", ..."
-        return f"{word} {shown}"
+
+def _count(of_reason: tuple[str, dict[int, None]]) -> int:
+    _, rows = of_reason
+    return len(rows)
+
+
+def _numbers(rows: dict[int, None]) -> str:
+    """`rows 5, 17, ...`"""
+    word = "rows" if len(rows) > 1 else "row"
+    shown = ", ".join(str(row) for row in islice(rows, NAMED_ROWS))
+    if len(rows) > NAMED_ROWS:
+        shown += ", ..."
+    return f"{word} {shown}"
 
 
 @dataclass(frozen=True)

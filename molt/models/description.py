@@ -36,6 +36,20 @@ def load_config(
     return config
 
 
+def embedding_rows(config: PreTrainedConfig) -> int | None:
+    """How many tokens the model knows: ids are below it. None if the configuration does not say."""
+    return getattr(config.get_text_config(), "vocab_size", None)
+
+
+def model_embedding_rows(path: str) -> int | None:
+    """`embedding_rows` of the model at `path`; None where there is no configuration that can be read."""
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=only_local(path))
+    except (OSError, ValueError):
+        return None
+    return embedding_rows(config)
+
+
 def _read_config(path: str, setting: str) -> PreTrainedConfig:
     is_local = path.startswith(("/", ".", "~"))
     if not path or (is_local and not Path(path).is_dir()):

@@ -21,7 +21,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from math import inf
@@ -42,6 +42,7 @@ from transformers import PreTrainedTokenizerBase
 from molt.checkpoint_files import FORMAT, NUMBER, read_json, require_known_format, write_json
 from molt.errors import CheckpointError
 from molt.models.forward import PolicyModel
+from molt.models.generation import exported_generation_config
 from molt.parallel.mesh import Mesh, SavingGroup
 from molt.parallel.shape import ALL_AXES
 from molt.publish.gather import named_full_tensors
@@ -416,11 +417,14 @@ def _tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     return tensors
 
 
-def export_hf(model: nn.Module, tokenizer: PreTrainedTokenizerBase, path: Path, mesh: Mesh) -> None:
+def export_hf(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, path: Path, mesh: Mesh, *, end_ids: Sequence[int] = ()
+) -> None:
     """Write the model as `from_pretrained` loads it: safetensors in the compute dtype, configuration, tokenizer.
 
-    model: a `PolicyModel`. Every rank calls it; the mesh's writer writes. Files are written aside and moved in;
-    `config.json` leaves first and comes last, so a directory that loads is complete.
+    model: a `PolicyModel`. end_ids: what it was trained to end with; `generate` will stop there. Every rank calls it;
+    the mesh's writer writes. Files are written aside and moved in; `config.json` leaves first and comes last, so a
+    directory that loads is complete.
     """
     assert isinstance(model, PolicyModel)
     tmp = path / ".export.tmp"
@@ -428,7 +432,7 @@ def export_hf(model: nn.Module, tokenizer: PreTrainedTokenizerBase, path: Path, 
         shutil.rmtree(tmp, ignore_errors=True)
         tmp.mkdir(parents=True)
         _write_weights(model, tmp)
-        _write_settings(model, tokenizer, tmp)
+        _write_settings(model, tokenizer, tmp, end_ids)
         _move_in(tmp, path)
     else:
         _gather_only(model)
@@ -486,14 +490,16 @@ class _ShardWriter:
         self.pending_bytes = 0
 
 
-def _write_settings(model: PolicyModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def _write_settings(
+    model: PolicyModel, tokenizer: PreTrainedTokenizerBase, folder: Path, end_ids: Sequence[int]
+) -> None:
     """Configuration, generation settings and tokenizer."""
     causal_lm = model.causal_lm
     config = type(causal_lm.config).from_dict(causal_lm.config.to_dict())
     config.dtype = model.compute_dtype
     config.use_cache = True
     config.save_pretrained(folder)
-    causal_lm.generation_config.save_pretrained(folder)
+    exported_generation_config(causal_lm.generation_config, end_ids).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

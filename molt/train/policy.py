@@ -22,6 +22,7 @@ from molt.algo.ratio import log_ratio
 from molt.algorithm import load_algorithm
 from molt.batch.collate import Batch, collate, gather, scatter
 from molt.batch.plan import Place, RankPlan, SampleTask
+from molt.chat.render import stop_ids
 from molt.columns import CandidateColumns, candidate_columns
 from molt.config import ActorConfig, AlgoConfig, FsdpConfig, TrainConfig
 from molt.errors import TrainingError
@@ -61,6 +62,8 @@ class PolicySettings:
     """Optimizer steps of the whole run, for the learning-rate schedule."""
     engine_dtype: torch.dtype
     """Weights are published in this dtype."""
+    apply_chat_template: bool = False
+    """An answer ends with the token that closes a turn of the chat template."""
 
 
 @dataclass
@@ -189,7 +192,8 @@ class Policy(Trained[PolicyModel]):
 
     def export(self, tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
         """Write the model as `from_pretrained` loads it."""
-        export_hf(self.model, tokenizer, path, self.mesh)
+        ends = stop_ids(tokenizer, (), apply_chat_template=self.settings.apply_chat_template)
+        export_hf(self.model, tokenizer, path, self.mesh, end_ids=ends)
 
     def _require_candidates(self, plan: RankPlan, samples: Samples) -> None:
         """Raise `TrainingError` for a sample that was made without what score centering reads."""

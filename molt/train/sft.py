@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from molt.algo.reduce import token_weights
 from molt.batch.collate import Batch, collate, scatter
 from molt.batch.partition import micro_batches, partition
-from molt.chat.render import load_tokenizer
+from molt.chat.render import load_tokenizer, stop_ids
 from molt.checkpoint_files import read_json, write_json
 from molt.config_sft import SftConfig, SftDataConfig
 from molt.data.conversations import Conversation, build_conversations
@@ -33,6 +33,7 @@ from molt.data.fingerprint import fingerprint
 from molt.data.mixture import EpochOrder
 from molt.data.rows import Rows, load_rows
 from molt.models.build import build_policy
+from molt.models.description import embedding_rows, load_config
 from molt.models.forward import PolicyOutput
 from molt.parallel.mesh import Mesh, init_distributed, resolve_device, single_threaded_on_cpu
 from molt.parallel.shape import ALL_AXES, DATA_AXES, MeshShape
@@ -147,7 +148,7 @@ class Dataset:
     sizes: list[int]
     """How many of them are of each path."""
     dropped: str
-    """How many rows were dropped and why; empty if none."""
+    """How many rows were dropped and why, and what the template does not show; empty if nothing."""
     fingerprints: dict[str, str]
     """Of `prompts` and `labels` of the rows: a position in other rows of the same number means others."""
 
@@ -179,6 +180,9 @@ class SftRun:
         model = config.model.model_name_or_path
         self.tokenizer = load_tokenizer(model, config.data.chat_template, flag="model.model_name_or_path")
 
+        description = load_config(model, config.data.max_len, "model.model_name_or_path", config.fsdp)
+        self.embedding_rows = embedding_rows(description)
+
         shares = config.data.dataset_probs
         trained = self._dataset(
             config.data.dataset,
@@ -205,11 +209,12 @@ class SftRun:
     ) -> Dataset:
         """each: `max_samples` of every path, not of all together."""
         rows = load_rows(paths, flag=flag, split=split, max_samples=max_samples, each=each)
-        conversations, report = build_conversations(rows, self.config.data, self.tokenizer)
+        conversations, report = build_conversations(rows, self.config.data, self.tokenizer, self.embedding_rows)
+        notes = [note for note in (report.message(), report.hidden_message()) if note]
         return Dataset(
             conversations,
             sizes=report.left(rows.sizes),
-            dropped=report.message(),
+            dropped="\n".join(notes),
             fingerprints=_fingerprints(rows, self.config.data),
         )
 
@@ -252,7 +257,12 @@ class SftRun:
             self._save(self.total_steps)
         self._settle()
         if not ckpt.disable_final_save:
-            export_hf(self.model, self.tokenizer, ckpt.output_dir, self.mesh)
+            self._export(ckpt.output_dir)
+
+    def _export(self, path: Path) -> None:
+        """The model, which ends its turns as the chat template does."""
+        ends = stop_ids(self.tokenizer, (), apply_chat_template=True)
+        export_hf(self.model, self.tokenizer, path, self.mesh, end_ids=ends)
 
     def evaluate(self) -> float:
         """Mean loss per trained token of the held-out conversations, over all data-parallel ranks."""
@@ -400,7 +410,7 @@ class SftRun:
                 background=ckpt.async_save,
             )
             if ckpt.save_hf:
-                export_hf(self.model, self.tokenizer, tmp / "hf", self.mesh)
+                self._export(tmp / "hf")
         extra = {"step": step, "data": self._identity(), "rows": self.fingerprints}
         self.writing = self.writer.submit(self._commit, tmp, part, extra)
         if not ckpt.async_save:

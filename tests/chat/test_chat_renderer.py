@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molt.chat.chat_parser import Parsed
-from molt.chat.chat_renderer import ChatRenderer, load_chat_renderer, name_results
+from molt.chat.chat_renderer import ChatRenderer, load_chat_renderer
+from molt.chat.messages import name_results
 from molt.chat.protocol import ChatError
 from molt.chat.round_trip import check_round_trip
 from molt.errors import DataError
@@ -471,3 +472,27 @@ def test_importing_is_cheap():
         "assert not {'torch', 'transformers', 'renderers', 'vllm', 'ray'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_half_a_surrogate_pair_in_a_request_is_read():
+    renderer = of_template(CHATML)
+    ids = renderer.render([user("smile \ud83d here")])
+    assert "user\nsmile \ufffd here<|im_end|>" in renderer.tokenizer.text(ids)
+
+
+def test_a_policy_stops_where_its_template_ends_a_turn():
+    """Though the tokenizer of its base model names another end."""
+    tokenizer = char_tokenizer(CHATML)
+    tokenizer.eos_token = "<|pad|>"
+    assert ChatRenderer(tokenizer).eos_ids == [0, END_ID]
+
+
+def test_what_the_template_does_not_show_of_a_request_is_a_problem():
+    without_tools = CHATML[CHATML.index("{%- for m in messages") :]
+    problems = check_round_trip(of_template(without_tools))
+    assert any("does not show the tools: what a client sends there is lost" in problem for problem in problems)
+    assert not any("does not show" in problem for problem in check_round_trip(of_template(without_tools), tools=False))
+    assert not any("does not show" in problem for problem in check_round_trip(of_template(QWEN3)))
+    deaf = CHATML.replace("for m in messages", "for m in messages if m.role != 'system'")
+    problems = check_round_trip(of_template(deaf), tools=False)
+    assert any("does not show the content of a system message" in problem for problem in problems)

@@ -117,6 +117,13 @@ def test_only_an_end_token_that_was_generated_is_left_out():
     assert plain.decode(chat(plain).continuation_ids(ids(plain, "4\n"), "x")) == "\nuser: x\nassistant: "
 
 
+@pytest.mark.parametrize("apply_chat_template", [True, False])
+def test_an_observation_with_half_a_surrogate_pair_is_read(apply_chat_template):
+    renderer = Renderer(bpe_tokenizer(), apply_chat_template=apply_chat_template)
+    ids = renderer.continuation_ids([], "out: \udcff.")
+    assert "out: \ufffd." in renderer.tokenizer.decode(ids)
+
+
 def test_plain_mode_appends_the_observation_as_it_is():
     tokenizer = char_tokenizer(None)
     renderer = Renderer(tokenizer, apply_chat_template=False)
@@ -178,6 +185,21 @@ def test_load_tokenizer_and_override_its_template(tmp_path):
     (tmp_path / "mine.jinja").write_text(QWEN3)
     assert load_tokenizer(str(tmp_path / "model"), str(tmp_path / "mine.jinja")).chat_template == QWEN3
     assert load_tokenizer(str(tmp_path / "model"), MARKED).chat_template == MARKED
+
+
+def test_a_template_begins_without_the_mark_of_an_editor(tmp_path):
+    """In a file, as text, and in the model's own directory."""
+    char_tokenizer().save_pretrained(tmp_path / "model")
+    marked = tmp_path / "marked.jinja"
+    marked.write_text("\ufeff" + QWEN3, encoding="utf-8")
+    assert load_tokenizer(str(tmp_path / "model"), str(marked)).chat_template == QWEN3
+    assert load_tokenizer(str(tmp_path / "model"), "\ufeff" + MARKED).chat_template == MARKED
+    (tmp_path / "model" / "chat_template.jinja").write_text("\ufeff" + CHATML, encoding="utf-8")
+    assert load_tokenizer(str(tmp_path / "model"), None).chat_template == CHATML
+
+    marked.write_text(QWEN3, encoding="utf-16")  # as some shells write
+    with pytest.raises(ConfigError, match=r"`data.chat_template` .*it is not UTF-8.*Save it as UTF-8"):
+        load_tokenizer(str(tmp_path / "model"), str(marked))
 
 
 def test_load_tokenizer_says_what_is_wrong(tmp_path, monkeypatch):

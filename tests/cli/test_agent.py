@@ -44,12 +44,16 @@ def test_a_chat_agent_shows_its_tree(model, capsys):
 def test_an_env_with_tools_is_offered_them(capsys, tmp_path):
     directory, tools = save_tiny(tmp_path / "model", tokenizer=char_tokenizer(QWEN3)), tmp_path / "tools.json"
     schema = {"name": "python", "parameters": {"type": "object", "properties": {"code": {"type": "string"}}}}
-    tools.write_text(json.dumps([{"type": "function", "function": schema}]))
+    offered = json.dumps([{"type": "function", "function": schema}])
+    tools.write_text("\ufeff" + offered, encoding="utf-8")  # as some editors begin a file
     made = '<tool_call>\n{"name": "python", "arguments": {"code": "print(6 * 7)"}}\n</tool_call>'
     answers = ("--answer", made, "--answer", "42")
     out = shown(capsys, str(directory), "tool_env.py", "--tools", str(tools), "--label", "42", *answers)
     assert "2 calls, 1 samples" in out and "<tool_response>42" in out and "Scored: reward 1" in out
     tools.write_text("{")
+    assert main(["agent", "check", str(AGENTS / "tool_env.py"), "--model", str(directory), "--tools", str(tools)]) == 2
+    assert "Name a JSON list of schemas" in capsys.readouterr().err
+    tools.write_text(offered, encoding="utf-16")
     assert main(["agent", "check", str(AGENTS / "tool_env.py"), "--model", str(directory), "--tools", str(tools)]) == 2
     assert "Name a JSON list of schemas" in capsys.readouterr().err
 

@@ -262,7 +262,7 @@ GOOD = {"input": TURNS[:2]}
         ({"input": [user("x"), assistant(" \n"), user("x")]}, "assistant turns are empty"),
         ({"input": [assistant("x"), user("y")]}, "start with an assistant message"),
         ({"input": [user("x"), assistant("y" * 100)]}, "longer than `data.max_len` (=64); raise it"),
-        ({"input": [user("x"), assistant(None, tool_calls=[{}])]}, "rejected by the chat template"),
+        ({"input": [user("x"), assistant(None, tool_calls=[{}])]}, "a tool call without the name of its function"),
         ({"input": TURNS[:2], "tools": "{nope"}, "`tools` is not valid JSON"),
         ({"input": TURNS[:2], "tools": {"name": "f"}}, "`tools` is not a list of tool schemas"),
     ],
@@ -321,3 +321,130 @@ def test_missing_columns(build):
         build([GOOD], input_key="inputs")
     with pytest.raises(DataError, match=r"`data.output_key` \(=answer\)"):
         build([GOOD], output_key="answer")
+
+
+# How people write conversations --------------------------------------------------------------------------------------
+
+ADD = {"type": "function", "function": {"name": "add", "description": "Adds."}}
+ADDING = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+RESULT = {"role": "tool", "tool_call_id": "c1", "content": "2"}
+ADDING_AS_TEXT = ADDING | {"function": {"name": "add", "arguments": '{"a": 1}'}}
+
+
+@pytest.mark.parametrize(
+    "calling",
+    [
+        assistant("", tool_calls=[ADDING]),
+        assistant(None, tool_calls=[ADDING]),
+        assistant("", tool_calls=[ADDING_AS_TEXT]),
+        assistant([{"type": "text", "text": ""}], tool_calls=[ADDING]),
+        {"role": "assistant", "tool_calls": [ADDING], "refusal": None, "audio": None},
+        assistant(None, function_call={"name": "add", "arguments": '{"a": 1}'}),
+    ],
+)
+def test_however_a_call_is_written_the_model_learns_one(build, calling):
+    """Not the word None, not text that is escaped twice."""
+    tokenizer = char_tokenizer(QWEN3)
+    messages = [user("add 1"), calling, RESULT, assistant("It is 2.")]
+    (one,), report = build([{"input": messages, "tools": [ADD]}], tokenizer, tools_key="tools")
+    first, last = trained(tokenizer, one)
+    assert (
+        first == ('<think>\n\n</think>\n\n<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>')
+        or first == '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>'
+    )
+    assert last == "<think>\n\n</think>\n\nIt is 2.<|im_end|>"
+    assert report.message() == report.hidden_message() == ""
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_is_trained_under_whatever_key(build, key):
+    tokenizer = char_tokenizer(QWEN3)
+    (one,), _ = build([{"input": [user("12 + 34 ?"), assistant("46", **{key: "the sum is 46"})]}], tokenizer)
+    assert trained(tokenizer, one) == ["<think>\nthe sum is 46\n</think>\n\n46<|im_end|>"]
+
+
+def test_reasoning_that_the_template_has_no_place_for_is_named_and_the_answer_trained(build):
+    rows = [{"input": [user("12 + 34 ?"), assistant("46", reasoning="the sum is 46")]}] * 4
+    conversations, report = build([GOOD, *rows])
+    assert [trained(char_tokenizer(), one) for one in conversations[1:]] == [["46<|im_end|>"]] * 4
+    assert report.dropped == 0
+    expected = "does not show the reasoning of an assistant message in 4 rows (rows 1, 2, 3, 4): the model neither sees"
+    assert expected in report.hidden_message()
+
+
+@pytest.mark.parametrize(
+    ("turn", "lost"),
+    [
+        (assistant("", reasoning_content="the sum is 46"), "the reasoning"),
+        (assistant("", tool_calls=[ADDING]), "the tool calls"),
+        (assistant("let me see", tool_calls=[ADDING]), "the tool calls"),
+        (assistant("", reasoning_content="use it", tool_calls=[ADDING]), "the tool calls"),
+    ],
+)
+def test_a_turn_of_which_the_template_shows_too_little_drops_its_row(build, turn, lost):
+    """Otherwise the model learns to answer nothing, or to stop before its call."""
+    conversations, report = build([GOOD, {"input": [user("12 + 34 ?"), turn, RESULT, assistant("46")]}])
+    assert len(conversations) == 1
+    for part in ("dropped 1 of 2 rows", f"does not show {lost}", "learn to end its turn there", "(row 1)"):
+        assert part in report.message()
+
+
+def test_a_call_is_trained_though_the_template_drops_the_words_before_it(build):
+    """As Llama 3.1's does."""
+    calling = (
+        "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}"
+        "{{- (m.tool_calls[0].function | tojson) if m.tool_calls else m.content }}{{- '<|im_end|>\n' }}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+    )
+    tokenizer = char_tokenizer(calling)
+    messages = [user("add 1"), assistant("let me see", tool_calls=[ADDING]), RESULT, assistant("2")]
+    (one,), report = build([{"input": messages}], tokenizer)
+    assert trained(tokenizer, one) == ['{"name": "add", "arguments": {"a": 1}}<|im_end|>', "2<|im_end|>"]
+    assert "the content of an assistant message in 1 row (row 0)" in report.hidden_message()
+
+
+def test_context_that_the_template_does_not_show_is_named(build):
+    deaf = char_tokenizer().chat_template.replace("for m in messages", "for m in messages if m.role != 'system'")
+    system = {"role": "developer", "content": "Be brief."}
+    conversations, report = build([GOOD, {"input": [system, *TURNS[:2]]}], char_tokenizer(deaf))
+    assert len(conversations) == 2
+    assert "the content of a system message in 1 row (row 1)" in report.hidden_message()
+    (one,), report = build([{"input": [system, *TURNS[:2]]}])
+    assert whole(char_tokenizer(), one).startswith("<|im_start|>system\nBe brief.<|im_end|>\n")
+    assert report.hidden_message() == ""
+
+
+def test_keys_of_messages_that_are_not_read_are_named(build):
+    _, report = build([GOOD, {"input": [user("x"), assistant("y", timestamp=3, id="a")]}])
+    assert "the key `id` of messages in 1 row (row 1), the key `timestamp` of messages" in report.hidden_message()
+
+
+def test_a_message_of_weight_0_is_context(build):
+    messages = [user("q1"), assistant("bad answer", weight=0), user("q2"), assistant("good answer", weight=1)]
+    (one,), report = build([{"input": messages}])
+    assert trained(char_tokenizer(), one) == ["good answer<|im_end|>"]
+    assert "bad answer" in whole(char_tokenizer(), one) and report.hidden_message() == ""
+
+    all_off = [user("q1"), assistant("bad answer", weight=0), user("x")]
+    half = [user("q1"), assistant("so so", weight=0.5)]
+    _, report = build([GOOD, {"input": all_off}, {"input": half}])
+    assert "1 whose assistant turns have weight 0 (row 1)" in report.message()
+    assert "`weight` 0.5: a message is trained (1) or not (0) (row 2)" in report.message()
+
+
+@pytest.mark.parametrize("messages", [[user("hi"), assistant("half \udc4d pair")], [user("\ud83d"), assistant("x")]])
+def test_half_a_surrogate_pair_drops_its_row(build, messages):
+    conversations, report = build([GOOD, {"input": messages}, GOOD], bpe_tokenizer())
+    assert len(conversations) == 2
+    assert "1 whose `input` has half of a surrogate pair" in report.message() and "(row 1)" in report.message()
+
+
+def test_a_token_without_embedding_drops_its_row(build):
+    tokenizer = char_tokenizer()
+    last = tokenizer("~").input_ids[0]
+    rows = [GOOD, {"input": [user("~"), assistant("x")]}]
+    conversations, report = build(rows, tokenizer, embedding_rows=last)
+    assert len(conversations) == 1
+    assert f"above the last of the model's {last} embeddings" in report.message() and "(row 1)" in report.message()
+    conversations, report = build(rows, tokenizer, embedding_rows=last + 1)
+    assert len(conversations) == 2

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from molt.chat.messages import read_tools
 from molt.config import PromptDataConfig
 from molt.data.mixture import EpochOrder
-from molt.data.prompts import PromptDataset, PromptStream, as_tools
+from molt.data.prompts import PromptDataset, PromptStream
 from molt.data.rows import load_rows
 from molt.errors import DataError, UnusableRow
 
@@ -109,7 +110,7 @@ def test_malformed_tools_make_a_row_unusable(dataset, cell, reason):
         prompts.prompt(0)
     assert reason in str(error.value)
     with pytest.raises(UnusableRow, match="whose `t` is not"):
-        as_tools("{}x", "t")
+        read_tools("{}x", "t")
 
 
 def test_a_null_label_is_a_label(dataset):

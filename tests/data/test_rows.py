@@ -449,3 +449,43 @@ def test_files_of_one_name_stay_apart(tmp_path):
         jsonl(tmp_path / folder / "test.jsonl", [{"q": folder}])
     rows = load(f"{tmp_path}/math/test.jsonl,{tmp_path}/code/test.jsonl")
     assert [rows.source(i) for i in range(2)] == ["math/test", "code/test"]
+
+
+BOM = b"\xef\xbb\xbf"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("lines.jsonl", b'{"input": "a"}\n{"input": "b"}\n'),
+        ("blank_first.jsonl", b'\n{"input": "a"}\n{"input": "b"}\n'),
+        ("array.json", b'[\n{"input": "a"},\n{"input": "b"}\n]'),
+        ("lines.json", b'{"input": "a"}\n{"input": "b"}\n'),
+        ("table.csv", b"input\na\nb\n"),
+    ],
+)
+def test_the_mark_that_some_editors_begin_a_file_with_is_no_text(name, text, tmp_path):
+    (tmp_path / name).write_bytes(BOM + text)
+    rows = load(tmp_path / name)
+    assert list(rows) == [{"input": "a"}, {"input": "b"}] and rows.columns == ["input"]
+
+
+def test_a_line_that_is_nested_too_deeply_is_named(tmp_path):
+    depth = 100_000
+    (tmp_path / "deep.jsonl").write_text('{"a": 1}\n{"a": ' + "[" * depth + "]" * depth + "}\n")
+    with pytest.raises(DataError, match=r"line 2: not a JSON object \(it is nested too deeply\)"):
+        load(tmp_path / "deep.jsonl")
+
+
+def test_what_is_hidden_is_accounted_by_part():
+    report = DropReport(9)
+    assert report.hidden_message() == ""
+    for row in range(7):
+        report.hide(row, "the tools")
+    report.hide(3, "the key `id` of messages")
+    report.hide(3, "the key `id` of messages")
+    assert report.hidden_message().startswith(
+        "the chat template does not show the tools in 7 rows (rows 0, 1, 2, 3, 4, ...), the key `id` of messages in "
+        "1 row (row 3): the model neither sees nor learns it."
+    )
+    assert report.dropped == 0 and report.message() == ""

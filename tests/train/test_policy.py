@@ -1,5 +1,6 @@
 """The policy on one rank against an independent computation: float64, one sequence at a time, full softmax."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +18,7 @@ from molt.train.inference import tasks_of
 from molt.train.policy import Policy, PolicySettings
 from molt.types import Sample
 from tests.streams import sample_from
-from tests.tiny import tiny_qwen3
+from tests.tiny import END_ID, PAD_ID, char_tokenizer, tiny_qwen3
 from tests.train.ranks import alone, run_ranks, whole
 
 TEMPERATURE = 0.8
@@ -475,3 +476,18 @@ def test_two_ranks_do_what_one_does(policy, tiny, tmp_path, share):
         assert metric == pytest.approx(report.values(one)[name], rel=1e-4, abs=1e-6), name
     assert merged["ratio/mean"].count == one["ratio/mean"].count == 28
     assert [change for _, change in ranks] == pytest.approx([moved] * 2, rel=1e-3)
+
+
+@pytest.mark.parametrize("chats", [True, False])
+def test_the_export_ends_where_the_rollouts_ended(tiny, tmp_path, chats):
+    """With chats at the template's end of a turn too, which this base model's tokenizer does not name."""
+    tokenizer = char_tokenizer()
+    tokenizer.eos_token = "<|pad|>"
+    policy = Policy(replace(settings(tiny), apply_chat_template=chats), alone())
+    policy.model.causal_lm.generation_config.eos_token_id = None
+    try:
+        policy.export(tokenizer, tmp_path)
+    finally:
+        dist.destroy_process_group()
+    written = json.loads((tmp_path / "generation_config.json").read_text())
+    assert written["eos_token_id"] == ([PAD_ID, END_ID] if chats else PAD_ID)

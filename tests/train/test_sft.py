@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from molt.config import AdamConfig, CkptConfig, FsdpConfig, ModelConfig
 from molt.config_sft import SftConfig, SftDataConfig, SftEvalConfig
@@ -22,6 +22,7 @@ from molt.parallel.shape import MeshShape
 from molt.train import sft
 from molt.train.checkpoint import begin, checkpoint_step, latest_checkpoint
 from molt.train.sft import SftRun, run_sft
+from tests.tiny import CHATML, END_ID, PAD_ID, char_tokenizer, save_tiny
 from tests.train.ranks import CONTEXT, free_port
 
 
@@ -74,6 +75,34 @@ def test_the_loss_falls_and_the_result_is_a_model(config):
     assert {"train/grad_norm", "train/lr", "perf/tokens_per_s"} <= log[0].keys()
     assert checkpoint_step(latest_checkpoint(config.ckpt.checkpoints)) == 12
     assert any(value.any() for value in weights(config).values())
+
+
+def test_generation_with_the_export_of_a_base_model_stops(config, tmp_path):
+    """A base model ends texts with another token than the template ends turns with; and its generation config is one
+    that transformers loads but would not save, which must not end the run after its last step."""
+    tokenizer = char_tokenizer(None)
+    tokenizer.eos_token = "<|pad|>"
+    base = save_tiny(tmp_path / "base", tokenizer=tokenizer)
+    settings = json.loads((base / "generation_config.json").read_text())
+    changed = settings | {"do_sample": False, "temperature": 0.6}
+    (base / "generation_config.json").write_text(json.dumps(changed))
+    template = tmp_path / "chatml.jinja"
+    template.write_text("\ufeff" + CHATML, encoding="utf-8")  # as some editors begin a file
+
+    data = replace(config.data, chat_template=str(template))
+    train = replace(config.train, max_epochs=20)
+    run_sft(replace(config, model=ModelConfig(str(base), "none"), data=data, train=train))
+
+    exported = AutoTokenizer.from_pretrained(config.ckpt.output_dir)
+    model = AutoModelForCausalLM.from_pretrained(config.ckpt.output_dir, dtype=torch.float32)
+    assert model.generation_config.eos_token_id == [PAD_ID, END_ID]
+    model.generation_config.save_pretrained(tmp_path)
+    messages = [{"role": "user", "content": "abc"}]
+    text = exported.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == "<|im_start|>user\nabc<|im_end|>\n<|im_start|>assistant\n"
+    ids = exported(text, add_special_tokens=False, return_tensors="pt").input_ids
+    answer = model.generate(ids, max_new_tokens=40, do_sample=False)[0, ids.shape[1] :].tolist()
+    assert answer[-1] == END_ID and len(answer) < 40
 
 
 def test_resuming_repeats_the_run_exactly(config):
