@@ -39,6 +39,7 @@ def static_checks(config: SftConfig) -> "Findings":
         config.data.chat_template,
         config.data.max_len,
         config.fsdp,
+        device,
     )
     advice.check_disk(found, config.ckpt, config.model.model_name_or_path)
 
