@@ -60,6 +60,8 @@ def test_capped_scores_and_sinks_need_eager(run, capsys, kind, model, config, wh
     for part in ("`fsdp.attn_implementation` (=auto)", why, "log-probs would be those of another model", "eager."):
         assert part in errors[0]
     assert check(capsys, kind, "--fsdp.attn_implementation eager", path)[1] == []
+    packed = check(capsys, kind, "--fsdp.packing_samples", path)[1]
+    assert packed[0].endswith("Use --fsdp.attn_implementation eager and leave out --fsdp.packing_samples.")
 
 
 def test_an_evaluation_trains_nothing_so_any_attention_will_do(run, capsys):

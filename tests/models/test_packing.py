@@ -19,6 +19,7 @@ from tests.models.families import MODELS
 from tests.tiny import tiny_qwen3
 
 CPU = torch.device("cpu")
+TRANSFORMERS = load_backend("transformers")  # registers varlen
 SIZES = {
     "vocab_size": 99, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1,
     "num_hidden_layers": 2, "initializer_range": 0.125, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 2,
@@ -76,7 +77,7 @@ def samples() -> list[torch.Tensor]:
 def states(decoder, packed: bool) -> list[torch.Tensor]:
     batch = collate(samples(), packed=packed)
     with torch.no_grad():
-        return gather(batch, load_backend("transformers").hidden_states(decoder, batch))
+        return gather(batch, TRANSFORMERS.hidden_states(decoder, batch))
 
 
 @pytest.mark.parametrize("model_type", MIXERS)
@@ -109,7 +110,7 @@ def test_packing_is_refused_where_it_is_wrong_and_padding_is_exact(tmp_path, mod
 @pytest.mark.parametrize("model", MODELS)
 def test_attention_alone_keeps_samples_apart(model, attention):
     config = MODELS[model]().config
-    assert packing_fault(load_backend("transformers"), config, attention) is None
+    assert packing_fault(TRANSFORMERS, config, attention) is None
 
 
 @pytest.mark.skipif(find_spec("nemo_automodel") is None, reason="nemo-automodel is not installed")
@@ -205,7 +206,7 @@ def test_a_trial_leaves_random_numbers_and_the_configuration_as_they_are():
     torch.manual_seed(7)
     expected = torch.randn(3)
     torch.manual_seed(7)
-    assert packing_fault(load_backend("transformers"), config, "varlen") is None
+    assert packing_fault(TRANSFORMERS, config, "varlen") is None
     assert torch.equal(torch.randn(3), expected)
     assert config.to_json_string(use_diff=False) == before
 
