@@ -266,7 +266,7 @@ class FsdpConfig:
     attn_implementation: str = "auto"
     """auto: flash_attention_2 where installed on CUDA, else varlen (exact packed SDPA)."""
     packing_samples: bool = False
-    """Concatenate the samples of a micro-batch instead of padding them."""
+    """Concatenate the samples of a micro-batch instead of padding them; refused for a model that would mix them."""
     backend: Literal["automodel", "transformers", "auto"] = "auto"
     """Whose model classes train. auto: on CUDA AutoModel where it has a native class, else transformers."""
 

@@ -122,7 +122,7 @@ def training_checks(config: RLConfig) -> Findings:
         found.attempt(check_attention, config.fsdp, device)
     tokenizer = check_policy(found, config, device, config.fsdp)
     if algorithm is not None:
-        check_scoring_models(found, config, algorithm, tokenizer)
+        check_scoring_models(found, config, algorithm, tokenizer, device)
     check_agent(found, config, tokenizer)
     check_scheme(found, config)
     check_scorer(found, config)
@@ -254,6 +254,7 @@ def check_policy(
     found.attempt(check_directory, found, directory, endless="warning")
     if fsdp is not None:
         check_balance(found, RL.actor.aux_loss_coef, config.actor.aux_loss_coef, description)
+        check_packing(found, setting, path, description, fsdp, device)
     head_size = attention_head_size(description)
     if device is not None and device.type == "cpu" and head_size not in (None, *CPU_HEAD_SIZES):
         usable_sizes = ", ".join(str(size) for size in CPU_HEAD_SIZES)
@@ -284,7 +285,13 @@ def check_directory(found: Findings, directory: ModelDirectory, *, endless: Leve
 
 
 def check_trained_model(
-    found: Findings, setting: object, path: str, chat_template: str | None, max_len: int, fsdp: FsdpConfig
+    found: Findings,
+    setting: object,
+    path: str,
+    chat_template: str | None,
+    max_len: int,
+    fsdp: FsdpConfig,
+    device: "torch.device | None",
 ) -> "PreTrainedTokenizerBase | None":
     """The tokenizer of a model that no engine loads, or None."""
     tokenizer = check_tokenizer(found, setting, path, chat_template)
@@ -292,6 +299,7 @@ def check_trained_model(
         return None
     description = check_description(found, setting, path, max_len, fsdp)
     if description is not None:
+        check_packing(found, setting, path, description, fsdp, device)
         found.add("ok", f"model: {description.model_type} at {path}")
     return tokenizer
 
@@ -341,6 +349,22 @@ def check_balance(found: Findings, setting: object, coefficient: float, descript
         found.attempt(refuse_balance, description, f"`{name_of(setting)}` (={coefficient:g})")
 
 
+def check_packing(
+    found: Findings,
+    setting: object,
+    path: str,
+    description: "PreTrainedConfig",
+    fsdp: FsdpConfig,
+    device: "torch.device | None",
+) -> None:
+    """Add an error if samples are packed and the model would not keep them apart."""
+    if not fsdp.packing_samples or device is None:
+        return
+    from molt.models.packing import refuse_packing  # it imports model classes, which takes seconds
+
+    found.attempt(refuse_packing, description, fsdp, device, f"`{name_of(setting)}` (={path})")
+
+
 def attention_head_size(description: "PreTrainedConfig") -> int | None:
     """None if the configuration does not say."""
     text_config = description.get_text_config()
@@ -352,7 +376,11 @@ def attention_head_size(description: "PreTrainedConfig") -> int | None:
 
 
 def check_scoring_models(
-    found: Findings, config: RLConfig, algorithm: Algorithm, tokenizer: "PreTrainedTokenizerBase | None"
+    found: Findings,
+    config: RLConfig,
+    algorithm: Algorithm,
+    tokenizer: "PreTrainedTokenizerBase | None",
+    device: "torch.device | None",
 ) -> None:
     """Add what is wrong with a reference and a critic that are used and are not the actor's model."""
     settings: dict[str, object] = {
@@ -366,7 +394,9 @@ def check_scoring_models(
         path = role.model
         if path == actor:
             continue
-        other = check_trained_model(found, setting, path, config.data.chat_template, config.data.max_len, config.fsdp)
+        other = check_trained_model(
+            found, setting, path, config.data.chat_template, config.data.max_len, config.fsdp, device
+        )
         if tokenizer is None or other is None:
             continue
         different = tokenizer.get_vocab().items() ^ other.get_vocab().items()

@@ -41,6 +41,7 @@ def static_checks(config: SftConfig) -> "Findings":
         config.data.chat_template,
         config.data.max_len,
         config.fsdp,
+        device,
     )
     if tokenizer is not None:
         directory = ModelDirectory(

@@ -17,6 +17,7 @@ from molt.models.backends.choice import attention_implementation, choose_backend
 from molt.models.backends.protocol import Backend, CausalLM
 from molt.models.description import load_config
 from molt.models.forward import PolicyModel, ValueModel
+from molt.models.packing import refuse_packing
 from molt.parallel.mesh import Mesh, param_dtype
 
 Model = TypeVar("Model", PolicyModel, ValueModel)
@@ -40,7 +41,8 @@ def build_policy(
 ) -> PolicyModel:
     """Load, prepare and shard the policy. Every rank of `mesh` calls it; each ends with its shard on `device`.
 
-    Raises `ConfigError` as `load_config` and `attention_implementation` do, and for a model that cannot be exported.
+    Raises `ConfigError` as `load_config`, `attention_implementation` and `refuse_packing` do, and for a model that
+    cannot be exported.
     """
     prepared = _prepare(model_config, fsdp_config, device, max_len, dtype=torch.float32, flag="model_name_or_path")
     model = PolicyModel(
@@ -76,7 +78,8 @@ def build_frozen(
 ) -> PolicyModel:
     """A model that only runs under `torch.no_grad()`: no gradients, weights held in the compute dtype.
 
-    Every rank of `mesh` calls it; each ends with its shard. Raises `ConfigError` as `load_config` does.
+    Every rank of `mesh` calls it; each ends with its shard. Raises `ConfigError` as `build_policy` does, except for
+    exports.
     """
     dtype = param_dtype(fsdp_config, device)
     model_config = ModelConfig(path, gradient_checkpoint="none")
@@ -99,6 +102,7 @@ def _prepare(
     path = model_config.model_name_or_path
     attention = attention_implementation(fsdp_config, device)
     config = load_config(path, max_len, flag, fsdp_config)
+    refuse_packing(config, fsdp_config, device, f"`{flag}` (={path})")
     backend = choose_backend(fsdp_config, config, device, attention)
     causal_lm = backend.build(path, config, attention, device, dtype)
 

@@ -113,9 +113,12 @@ def _refuse_attention_terms(config: PreTrainedConfig, fsdp: FsdpConfig, setting:
         term = "has attention sinks"
     else:
         return
+    fix = "Use --fsdp.attn_implementation eager"
+    if fsdp.packing_samples:  # the eager attention of gpt_oss, for one, mixes packed samples
+        fix += " and leave out --fsdp.packing_samples"
     raise ConfigError(
         f"`fsdp.attn_implementation` (={fsdp.attn_implementation}): {setting} {term}, which only eager computes: "
-        "the log-probs would be those of another model. Use --fsdp.attn_implementation eager."
+        f"the log-probs would be those of another model. {fix}."
     )
 
 

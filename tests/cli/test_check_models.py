@@ -60,6 +60,8 @@ def test_capped_scores_and_sinks_need_eager(run, capsys, kind, model, config, wh
     for part in ("`fsdp.attn_implementation` (=auto)", why, "log-probs would be those of another model", "eager."):
         assert part in errors[0]
     assert check(capsys, kind, "--fsdp.attn_implementation eager", path)[1] == []
+    packed = check(capsys, kind, "--fsdp.packing_samples", path)[1]
+    assert packed[0].endswith("Use --fsdp.attn_implementation eager and leave out --fsdp.packing_samples.")
 
 
 def test_an_evaluation_trains_nothing_so_any_attention_will_do(run, capsys):
@@ -74,6 +76,43 @@ def test_a_vision_language_model_is_evaluated_and_not_trained(run, capsys):
     for part in (f"`actor.model_name_or_path` (={path})", "Idefics3ForConditionalGeneration", "measure this one with"):
         assert part in errors[0]
     assert check(capsys, "rl", "--eval.eval_only --eval.dataset prompts.jsonl", path)[1] == []
+
+
+JAMBA = {
+    "architectures": ["JambaForCausalLM"], "intermediate_size": 96, "num_hidden_layers": 2, "attn_layer_period": 2,
+    "attn_layer_offset": 1, "num_experts": 2, "use_mamba_kernels": False,
+}  # fmt: skip
+GPT_OSS = {"architectures": ["GptOssForCausalLM"]}
+
+
+@pytest.mark.parametrize("kind", COMMANDS)
+@pytest.mark.parametrize(
+    ("model", "config", "flags", "why"),
+    [
+        ("jamba", JAMBA, "", "JambaMambaMixer (layers.0.mamba) of JambaForCausalLM mixes the samples of a pack"),
+        ("gpt_oss", GPT_OSS, "--fsdp.attn_implementation eager", "GptOssAttention (layers.0.self_attn)"),
+    ],
+)
+def test_packing_is_refused_where_samples_would_see_each_other(run, capsys, kind, model, config, flags, why):
+    path = model_of(run, model, **config)
+    setting = {"rl": "actor", "sft": "model"}[kind] + ".model_name_or_path"
+    code, errors = check(capsys, kind, f"{flags} --fsdp.packing_samples", path)
+    assert code == 1 and len(errors) == 1
+    for part in ("`fsdp.packing_samples` (=True)", f"`{setting}` (={path})", why, "Leave out --fsdp.packing_samples"):
+        assert part in errors[0]
+    assert check(capsys, kind, flags, path)[1] == [], "padded samples are exact"
+    assert check(capsys, kind, "--fsdp.packing_samples")[1] == [], "a model of attention alone is packed"
+
+
+def test_a_teacher_and_a_critic_are_packed_as_the_policy_is(run, capsys):
+    path = model_of(run, "jamba", **JAMBA)
+    flags = f"--fsdp.packing_samples --algo.advantage.estimator gae --critic.model_name_or_path {path}"
+    flags += f" --algo.kl.init_coef 0.1 --ref.model_name_or_path {path}"
+    errors = check(capsys, "rl", flags)[1]
+    named = [error for error in errors if "mixes the samples of a pack" in error]
+    assert len(named) == len(errors) == 2
+    assert f"`critic.model_name_or_path` (={path})" in "".join(named)
+    assert f"`ref.model_name_or_path` (={path})" in "".join(named)
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 512}

@@ -116,7 +116,31 @@ def _ignored_settings(config: PreTrainedConfig, name: str) -> dict[str, Any]:
 
 
 def build(path: str, config: PreTrainedConfig, attention: str, device: torch.device, dtype: torch.dtype) -> CausalLM:
-    """AutoModel's class with its parameters on the meta device: they are loaded once each rank holds only a shard.
+    """AutoModel's class with its parameters on the meta device: they are loaded once each rank holds only a shard."""
+    causal_lm = _without_weights(config, attention, device, dtype)
+    try:
+        causal_lm.generation_config = GenerationConfig.from_pretrained(path)
+    except OSError:  # the file is optional
+        causal_lm.generation_config = GenerationConfig.from_model_config(config)
+    return causal_lm
+
+
+def random_model(config: PreTrainedConfig, attention: str) -> CausalLM:
+    """A model of the class that `build` returns, on the host. Weights are around 0, those of norms around 1."""
+    from nemo_automodel.components.checkpoint.checkpointing import to_empty_parameters_only
+
+    host = torch.device("cpu")
+    causal_lm = _without_weights(config, attention, host, torch.float32)
+    to_empty_parameters_only(causal_lm, device=host)
+    _tie(causal_lm)
+    for parameter in causal_lm.parameters():
+        mean = 1.0 if parameter.dim() == 1 else 0.0
+        nn.init.normal_(parameter, mean=mean, std=0.02)
+    return causal_lm
+
+
+def _without_weights(config: PreTrainedConfig, attention: str, device: torch.device, dtype: torch.dtype) -> AutoModelLM:
+    """The model with its parameters on the meta device.
 
     Our attention stands in for AutoModel's, which on a CPU ignores where packed sequences end.
     """
@@ -139,11 +163,6 @@ def build(path: str, config: PreTrainedConfig, attention: str, device: torch.dev
             _use_attention(module, attention, config)
         if hasattr(module, "use_routing_core"):
             _separate_routing(module)
-
-    try:
-        causal_lm.generation_config = GenerationConfig.from_pretrained(path)
-    except OSError:  # the file is optional
-        causal_lm.generation_config = GenerationConfig.from_model_config(config)
     return causal_lm
 
 

@@ -62,6 +62,13 @@ class Backend(Protocol):
         """The model with parameters of `dtype`, on the host or on the meta device. It may change `config`."""
         ...
 
+    def random_model(self, config: PreTrainedConfig, attention: str) -> CausalLM:
+        """A small model with random float32 weights on the host, of the class that `build` returns.
+
+        It reads no files. It may change `config`. Raises whatever the class raises for sizes that do not fit.
+        """
+        ...
+
     def drop_head(self, causal_lm: CausalLM) -> None:
         """Keep `load_weights` from loading the head, for a model that has no use for it."""
         ...

@@ -34,6 +34,15 @@ def build(path: str, config: PreTrainedConfig, attention: str, device: torch.dev
     return cast(CausalLM, model)  # transformers has no type for what all its causal LMs have
 
 
+def random_model(config: PreTrainedConfig, attention: str) -> CausalLM:
+    """A model of the class that `build` returns, on the host."""
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
+    )
+    model.config.use_cache = False
+    return cast(CausalLM, model.float())  # as in `build`
+
+
 def _of_library(causal_lm: CausalLM) -> PreTrainedModel:
     return cast(PreTrainedModel, causal_lm)  # `build` made it
 

@@ -54,6 +54,10 @@ def build(path: str, config: PreTrainedConfig, attention: str, device: torch.dev
         return Toy(config).to(dtype)
 
 
+def random_model(config: PreTrainedConfig, attention: str) -> CausalLM:
+    return Toy(config)
+
+
 def drop_head(causal_lm: CausalLM) -> None:
     causal_lm.out = None
 
