@@ -74,7 +74,7 @@ def read_structured(renderer: ChatRenderer, turn: Turn, request: ChatRequest) ->
     content = text
     calls: tuple[ToolCall, ...] = ()
     finish_reason = turn.finish_reason
-    if request.structure is None:
+    if not request.structure:
         made = call_of_json(text)
         if made is not None:
             content = ""

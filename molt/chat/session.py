@@ -316,8 +316,8 @@ class Session:
             self.counters["ignored_constraint"] += 1
         for name in (*constraints, *request.ignored):
             self.counters[f"ignored_{name}"] += 1
-        self.counters["ignored_tools"] += len(request.ignored_tools)
         for kind in request.ignored_tools:
+            self.counters["ignored_tools"] += 1
             self.counters[f"ignored_tool_{metric_name(kind)}"] += 1
 
     def _ignored_constraints(self, request: ChatRequest) -> list[str]:
