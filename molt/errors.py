@@ -4,6 +4,7 @@
     ├── ConfigError(ValueError)
     ├── DataError(ValueError)
     │   └── UnusableRow
+    ├── StructureError(ValueError)
     ├── ResourceError(RuntimeError)
     ├── AgentError(TypeError)
     ├── LostError(RuntimeError)
@@ -39,6 +40,10 @@ class DataError(MoltError, ValueError):
 
 class UnusableRow(DataError):
     """One row cannot be used. The argument is the reason, the same text for every row it applies to."""
+
+
+class StructureError(MoltError, ValueError):
+    """The engine cannot enforce a structure that a client wants an answer to have."""
 
 
 class ResourceError(MoltError, RuntimeError):

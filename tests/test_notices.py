@@ -30,3 +30,11 @@ def test_each_setting_of_a_client_that_is_ignored_is_named_once(capsys):
     assert line.startswith("step 1: the agent's client asks for temperature of its own")
     notices.look(2, {"rollout/info/chat_ignored_temperature": 0.5, "rollout/info/chat_ignored_top_p": 1.0})
     assert "asks for top_p of its own" in capsys.readouterr().err
+
+
+def test_what_is_ignored_is_named_in_its_own_words_and_totals_are_not(capsys):
+    names = ("constraint", "tool_choice", "tools", "tool_web_search", "reasoning_effort")
+    Notices().look(1, {f"rollout/info/chat_ignored_{name}": 1.0 for name in names})
+    lines = capsys.readouterr().err.splitlines()
+    words = ["asks for a tool_choice", "offers the tool web_search", "sends the option reasoning_effort"]
+    assert len(lines) == 3 and [word in line for word, line in zip(words, lines, strict=True)] == [True] * 3

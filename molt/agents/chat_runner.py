@@ -44,6 +44,8 @@ class ChatContext:
     judge_url: str
     """The same engines for a reward function, as `base_url`: recorded nowhere."""
     session: Session
+    max_len: int
+    """Tokens of the context, prompt and answer together: what a harness is to be told."""
     given: Json = field(default_factory=dict)
     """What a scheme passes on (`--rollout.scheme`)."""
     api_key: str = API_KEY
@@ -57,6 +59,10 @@ class ChatContext:
     def train_side(self) -> None:
         """Train side conversations too: those without tools and with another system prompt than the main one."""
         self.session.tree.train_side = True
+
+    def refuse_constraints(self) -> None:
+        """Answer structured outputs and forced tools of trained calls with a 400, instead of ignoring them by name."""
+        self.session.strict = True
 
     def exclude(self, what: Node | Callable[[Node], bool]) -> None:
         """Leave branches of the token tree out of training."""
@@ -191,6 +197,7 @@ def _chat_context(context: EpisodeContext, session: Session, *, base_url: str, j
         base_url=base_url,
         judge_url=judge_url,
         session=session,
+        max_len=context.max_len,
         given=copy.deepcopy(context.given),
     )
 
@@ -199,7 +206,7 @@ def _ran_out(error: BaseException | None, session: Session) -> bool:
     """Whether an agent gave up because its context is full: it had answers, and was refused the last one."""
     if not isinstance(error, Exception) or isinstance(error, PolicyFailure | InfraFailure | ReplaceGroup):
         return False
-    return session.refused and bool(session.tree.nodes)
+    return session.out_of_context and bool(session.tree.nodes)
 
 
 def _add_samples(episode: Episode, session: Session) -> None:
@@ -210,6 +217,9 @@ def _add_samples(episode: Episode, session: Session) -> None:
     leaves = tree.leaves()
     if leaves and session.finishes[leaves[-1].index] == "length":
         episode.cut = "length"
+    if episode.cut is None and session.out_of_context:  # a harness ends as if all were well
+        episode.cut = "length"
+    episode.refusals = dict(session.refusals)
 
     session.counters["side_calls"] = sum(tree.side(node) for node in tree.nodes)
     for name, count in session.counters.items():

@@ -38,6 +38,8 @@ class ChosenSampling(TypedDict, total=False):
     top_p: float
     top_k: int
     seed: int
+    structure: Json
+    """What the engine enforces, as arguments of vLLM's `StructuredOutputsParams`."""
 
 
 class CallModel(Protocol):
@@ -93,6 +95,8 @@ class Episode:
     """Of a `ChatAgent`."""
     messages: list[Json] = field(default_factory=list)
     """Of an `Env`: the conversation so far."""
+    refusals: dict[str, int] = field(default_factory=dict)
+    """Of a `ChatAgent`: what its clients were refused, in words, and how often."""
     returned_info: Json = field(default_factory=dict)
     """All that `Result.info` had, by key."""
     _rewards: list[float] = field(default_factory=list)

@@ -61,16 +61,16 @@ class ChatParser:
         try:
             response = self._family.parse_response(sampled_ids, tools=tools, prompt_ids=prompt_ids)
         except Exception:  # another package's parser on a text that may be anything: one unreadable call
-            text = self._spoken(sampled_ids)
+            text = self.spoken(sampled_ids)
             return Parsed(content=text, reasoning=None, tool_calls=[], malformed=[text])
         return _parsed_response(response)
 
     def unparsed(self, sampled_ids: list[int]) -> str:
         """The turn as text, calls as the model spells them; without its reasoning, if that ends."""
-        after_reasoning = self._spoken(sampled_ids).rpartition(END_THINK)[2]
+        after_reasoning = self.spoken(sampled_ids).rpartition(END_THINK)[2]
         return after_reasoning.strip()
 
-    def _spoken(self, ids: list[int]) -> str:
+    def spoken(self, ids: list[int]) -> str:
         """The text up to the end token, with the special tokens of reasoning and calls, but no others."""
         spoken = []
         for token in ids:
@@ -81,7 +81,7 @@ class ChatParser:
         return self._tokenizer.text(spoken)
 
     def _parse_text(self, sampled_ids: list[int], prompt_ids: list[int]) -> Parsed:
-        text = self._spoken(sampled_ids)
+        text = self.spoken(sampled_ids)
         if self._opens_reasoning(prompt_ids):
             text = THINK + text
 
@@ -133,7 +133,12 @@ def _parsed_response(response: "ParsedResponse") -> Parsed:
 def _read_block(block: re.Match[str]) -> ToolCall | None:
     if not block["closed"]:
         return None
-    body = decode_arguments(block["body"])
+    return call_of_json(block["body"])
+
+
+def call_of_json(text: str) -> ToolCall | None:
+    """The call that a JSON object with `name` and `arguments` spells; None if it is none."""
+    body = decode_arguments(text)
     if not isinstance(body, dict):
         return None
     return read_call(body.get("name"), body.get("arguments", {}))

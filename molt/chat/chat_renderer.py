@@ -21,6 +21,7 @@ from molt.chat.chat_parser import ChatParser, Parsed
 from molt.chat.chat_template import TemplateFormat
 from molt.chat.images import File, ImageReader, load_image_reader
 from molt.chat.marked_tokenizer import MarkedTokenizer
+from molt.chat.message_order import find_order
 from molt.chat.messages import name_results
 from molt.chat.probes import USER
 from molt.chat.protocol import ChatError, Message, Retention, Tools
@@ -77,6 +78,7 @@ class ChatRenderer:
         else:
             self._format = FamilyFormat(family)
         self._parser = ChatParser(self.tokenizer, self.eos_ids, family)
+        self.order = find_order(self._text)
 
     @property
     def family(self) -> str | None:
@@ -86,7 +88,8 @@ class ChatRenderer:
     def render(self, messages: list[Message], tools: Tools = None, *, prompt: bool = True) -> list[int]:
         """The whole conversation, with the generation prompt unless `prompt` is False. Raises ChatError."""
         with _refusing_unrenderable():
-            cleaned = self._clean(name_results(messages))
+            adapted = self.order.adapt(name_results(messages), begins=True).messages
+            cleaned = self._clean(adapted)
             return self._format.render(cleaned, self.tokenizer.mark(tools), prompt=prompt)
 
     def bridge(
@@ -98,6 +101,7 @@ class ChatRenderer:
         not. `messages`: the new ones. Tool results should have names (`name_results`): without, the result is None
         where the format shows them. Raises ChatError.
         """
+        messages = self.order.adapt(messages, begins=False).messages
         roles = {message["role"] for message in messages}
         if "assistant" in roles or (self.thinking_retention == "tool_cycle" and "user" in roles):
             return None
@@ -133,9 +137,17 @@ class ChatRenderer:
             prompt_ids = self.render([USER])
         return self._parser.parse(sampled_ids, tools, prompt_ids)
 
+    def spoken(self, sampled_ids: list[int]) -> str:
+        """What was sampled as text, up to its end token."""
+        return self._parser.spoken(sampled_ids)
+
     def unparsed(self, sampled_ids: list[int]) -> str:
         """What was sampled as text, calls as the model spells them; without its reasoning, if that ends."""
         return self._parser.unparsed(sampled_ids)
+
+    def _text(self, messages: list[Message], tools: Tools) -> str:
+        """The text of a conversation as it stands, with the generation prompt."""
+        return self.tokenizer.text(self._format.render(self._clean(messages), tools, prompt=True))
 
     def _clean(self, messages: list[Message]) -> list[Message]:
         """Contents as text or parts, arguments of calls as objects, marks for what spells special tokens."""

@@ -35,14 +35,25 @@ class NormalizedMessage(NamedTuple):
     calls: list[NormalizedCall]
     reasoning: str
     spelling: Spelling
+    stops: tuple[str, ...] = ()
+    """Of a reply: the stop strings of its request."""
 
     def echoes(self, original: "NormalizedMessage") -> bool:
-        """Whether this message of a request means the same as `original`. Clients may leave the reasoning out."""
+        """Whether this message of a request means the same as `original`.
+
+        Clients may leave the reasoning out, and put back the stop string at which a reply was cut.
+        """
         if self is original:
             return True
-        if self.role != original.role or self.content != original.content or self.calls != original.calls:
+        if self.role != original.role or self.calls != original.calls:
+            return False
+        if self.content != original.content and not self._puts_back_a_stop(original):
             return False
         return self.reasoning in ("", original.reasoning)
+
+    def _puts_back_a_stop(self, original: "NormalizedMessage") -> bool:
+        said = original.spelling.content or ""
+        return any(self.content == _normalize_content(f"{said}{stop}", self.role) for stop in original.stops)
 
     @property
     def text(self) -> str:
@@ -68,6 +79,11 @@ def normalize_message(message: Message) -> NormalizedMessage:
         reasoning=collapse_whitespace(message.get("reasoning_content") or ""),
         spelling=spelling,
     )
+
+
+def normalize_reply(message: Message, stops: tuple[str, ...]) -> NormalizedMessage:
+    """A sampled reply as the tree compares it. stops: the stop strings of its request."""
+    return normalize_message(message)._replace(stops=stops)
 
 
 def leading_system(messages: list[NormalizedMessage]) -> list[list[Any]]:

@@ -25,14 +25,35 @@ Retention = Literal["all", "tool_cycle", "template"]
 """How long earlier reasoning stays in the context."""
 
 
+TEXT_ARGUMENT = "input"
+"""The one argument of a tool that takes free text."""
+
+
+def flat_name(namespace: str | None, name: str) -> str:
+    """The name under which the model is offered a function of a namespace."""
+    if not namespace:
+        return name
+    return f"{namespace}__{name}"
+
+
 @dataclass(frozen=True)
 class ToolCall:
     """A call as the model made it."""
 
     id: str
     name: str
+    """As the model was offered it, with its namespace."""
     arguments: str
     """The JSON text that the model sampled."""
+    namespace: str | None = None
+    """Of the function, in the client's request."""
+    text: str | None = None
+    """The argument of a tool that takes free text; None for other tools."""
+
+    @property
+    def own_name(self) -> str:
+        """Without the namespace."""
+        return self.name.removeprefix(flat_name(self.namespace, ""))
 
 
 @dataclass(frozen=True)
@@ -47,14 +68,36 @@ class ChatRequest:
     seed: int | None = None
     sampling: Json = field(default_factory=dict)
     """temperature, top_p, top_k of the client: honoured only where the call is not trained."""
-    constrained: str | None = None
-    """What requires constrained decoding (a response format, a forced tool), in the client's words."""
+    structure: Json | None = None
+    """The text that the client wants, as arguments of vLLM's `StructuredOutputsParams`. Empty: a kind without one."""
+    required_tools: list[str] | None = None
+    """Names of tools of which the client wants one to be called. Empty: one that is not offered."""
+    one_call: bool = False
+    """At most one tool is to be called: the turn ends with its first call."""
+    logprobs: bool = False
+    """The client wants the log-prob of each token."""
+    text_tools: list[str] = field(default_factory=list)
+    """Names of tools that take free text."""
+    namespaces: dict[str, str] = field(default_factory=dict)
+    """The namespace of a tool, by the name that the model is offered."""
+    ignored: list[str] = field(default_factory=list)
+    """Names of options without an effect here."""
+    ignored_tools: list[str] = field(default_factory=list)
+    """Types of tools that are not offered."""
     train: bool = True
     """False: the call opted out of training (header `x-molt-train: 0`)."""
     hints: dict[str, str] = field(default_factory=dict)
     """Headers that name sub-agents and sub-sessions (correctness never depends on them), and the SDKs' retry count."""
     size: int = 0
     """Bytes of the request's body: how much work it may be."""
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A sampled token, and how likely it was."""
+
+    text: str
+    logprob: float
 
 
 @dataclass(frozen=True)
@@ -69,6 +112,8 @@ class Answer:
     completion_tokens: int
     stop_sequence: str | None = None
     """The client's stop string that ended it, which is not part of `content`."""
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    """Of its tokens without the one that ends the turn; None if the client did not ask for them."""
 
 
 @dataclass(frozen=True)

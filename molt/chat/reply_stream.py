@@ -2,14 +2,14 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from starlette.background import BackgroundTask
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
 
-from molt.chat.protocol import ChatError
+from molt.chat.protocol import ChatError, ChatReply
 from molt.chat.session import Session, Work
 from molt.chat.wires.shared import Wire
 from molt.types import Json
@@ -18,10 +18,21 @@ from molt.types import Json
 class ReplyStream:
     """The events of one reply to one connection. Comments are sent until the reply is there."""
 
-    def __init__(self, request: Request, wire: Wire, body: Json, session: Session, work: Work, *, ping_s: float):
-        """ping_s: seconds between comments."""
+    def __init__(
+        self,
+        request: Request,
+        wire: Wire,
+        build: Callable[[ChatReply], Json],
+        body: Json,
+        session: Session,
+        work: Work,
+        *,
+        ping_s: float,
+    ):
+        """build: makes the body of an unstreamed reply. ping_s: seconds between comments."""
         self._request = request
         self._wire = wire
+        self._build = build
         self._body = body
         self._session = session
         self._work = work
@@ -52,9 +63,10 @@ class ReplyStream:
         try:
             if self._work.task.cancelled():
                 raise ChatError(503, "engine", "the session is over.")
-            full = self._wire.reply(self._work.task.result(), self._body)
+            full = self._build(self._work.task.result())
             return list(self._wire.events(full, self._body))
         except ChatError as error:
+            self._session.note_refusal(error)
             return [("error", self._wire.error(error))]
 
     async def _finish(self) -> None:

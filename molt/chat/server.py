@@ -1,11 +1,14 @@
 """The loopback server: sessions under unguessable URLs, three protocols, nothing else.
 
-    POST /s/{id}/v1/chat/completions, /v1/responses, /v1/messages, /v1/messages/count_tokens
+    POST /s/{id}/v1/chat/completions, /v1/responses, /v1/messages
+    POST /s/{id}/v1/messages/count_tokens, /v1/responses/input_tokens, /v1/responses/compact
+    GET  /s/{id}/v1/responses/{response}, /v1/responses/{response}/input_items; DELETE and POST .../cancel
     GET  /s/{id}/v1/models, /v1/models/{name}, /s/{id}, /health
 
 `/v1` may be left out or doubled, as base URLs of clients have it. A session that records nothing (a judge) lives under
 `/judge/{id}`. Generation is not incremental: a stream is silent but for comments until the reply is there. While a
-request is worked on, its connection is watched: a client that goes away stops its generation.
+request is worked on, its connection is watched: a client that goes away stops its generation. WebSockets are refused
+with a 426, after which clients use HTTP.
 """
 
 import asyncio
@@ -18,19 +21,23 @@ import secrets
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import uvicorn
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from molt.chat.off_loop import LIGHT_BYTES, aside
-from molt.chat.protocol import ChatError, ChatRequest
+from molt.chat.protocol import ChatError, ChatReply, ChatRequest
 from molt.chat.reply_stream import ReplyStream
 from molt.chat.session import IDEMPOTENCY, RETRY, Session
-from molt.chat.wires import chat, messages, responses
-from molt.chat.wires.shared import Wire, refuse
+from molt.chat.stored_responses import ExpandedBody, StoredResponses
+from molt.chat.wires import chat, compact, messages, responses
+from molt.chat.wires.fields import refuse
+from molt.chat.wires.shared import Wire
 from molt.rare_gc import collect_rarely
 from molt.types import Json
 
@@ -39,7 +46,12 @@ WIRES: dict[str, Wire] = {
     "/responses": responses,
     "/messages": messages,
 }
-COUNT_TOKENS = "/messages/count_tokens"
+COMPACT = "/responses/compact"
+COUNTING: dict[str, Wire] = {
+    "/messages/count_tokens": messages,
+    "/responses/input_tokens": responses,
+}
+"""Calls for the length of a prompt."""
 HINTS = (RETRY, IDEMPOTENCY, "x-claude-code-agent-id", "x-session-id", "x-parent-session-id")
 KEEP_ALIVE_S = 75
 """Longer than clients keep a connection (httpx: 5 s): else both ends may close it just as a request is sent."""
@@ -64,6 +76,9 @@ class Call:
     """A chat call that arrived."""
 
     body: Json
+    """With the whole conversation, where the client named a response to continue."""
+    added: list[Json]
+    """Of the responses protocol: the items of the client's own input."""
     request: ChatRequest
     key: str
     """Equal for what could be retries, streamed or not."""
@@ -77,6 +92,13 @@ class Target:
     """`s/{id}`, `judge/{id}`, or whatever stands there."""
     path: str
     """The rest, without `/v1`."""
+
+
+class QuietProtocol(AutoHTTPProtocol):
+    """Does not warn of WebSockets, which are refused with a status."""
+
+    def _unsupported_upgrade_warning(self) -> None:
+        pass
 
 
 class QuietServer(uvicorn.Server):
@@ -114,6 +136,7 @@ class ChatServer:
             timeout_graceful_shutdown=1,
             lifespan="off",
             ws="none",
+            http=QuietProtocol,
             proxy_headers=False,
             log_level="warning",
             access_log=False,
@@ -162,15 +185,33 @@ class ChatServer:
         session = self._sessions.get(target.session)
         if session is None:
             refuse(f"there is no session {target.session[:80]!r}, or it is over.", 404, "not_found")
-        if request.method == "POST" and target.path in WIRES:
+        if _wants_websocket(request):
+            return _no_websocket(wire)
+        try:
+            return await self._respond_in(request, target.path, wire, session)
+        except ChatError as error:
+            session.note_refusal(error)
+            raise
+
+    async def _respond_in(self, request: Request, path: str, wire: Wire, session: Session) -> Response:
+        is_post = request.method == "POST"
+        if is_post and path in WIRES:
             return await self._reply(request, wire, session)
-        if request.method == "POST" and target.path == COUNT_TOKENS:
+        if is_post and path == COMPACT:
+            return await self._reply(request, compact, session)
+        if is_post and path in COUNTING:
             return await self._count_tokens(request, wire, session)
-        return _get(request.method, target.path, session)
+        stored = re.fullmatch(r"/responses/([^/]+)(/[a-z_]+)?", path)
+        if stored is not None:
+            return _stored_response(request.method, stored[1], stored[2], session.responses)
+        return _get(request.method, path, session)
 
     async def _count_tokens(self, request: Request, wire: Wire, session: Session) -> Response:
         call = await self._receive_call(request, wire, session)
-        return _json({"input_tokens": await session.count(call.request)})
+        tokens = await session.count(call.request)
+        if wire is responses:
+            return _json({"object": "response.input_tokens", "input_tokens": tokens})
+        return _json({"input_tokens": tokens})
 
     async def _reply(self, request: Request, wire: Wire, session: Session) -> Response:
         call = await self._receive_call(request, wire, session)
@@ -190,21 +231,18 @@ class ChatServer:
             return Response(status_code=CLIENT_LEFT)
         is_refused = task.done() and task.exception() is not None
         if is_streamed and not is_refused:
-            stream = ReplyStream(request, wire, call.body, session, work, ping_s=self.ping_s)
+            build = partial(_full_reply, wire, call, session)
+            stream = ReplyStream(request, wire, build, call.body, session, work, ping_s=self.ping_s)
             return stream.response()
-        return _json(wire.reply(task.result(), call.body))
+        return _json(_full_reply(wire, call, session, task.result()))
 
     async def _receive_call(self, request: Request, wire: Wire, session: Session) -> Call:
         raw = await self._read(request)
         hints = {name: request.headers[name] for name in HINTS if name in request.headers}
         train = session.record and request.headers.get("x-molt-train") != "0"
         if len(raw) <= LIGHT_BYTES:
-            call = parse_call(wire, raw, hints, train)
-        else:
-            call = await aside(parse_call, wire, raw, hints, train)
-        ignored_tools = len(call.body.get("tools") or []) - len(call.request.tools or [])
-        session.counters["ignored_tools"] += ignored_tools
-        return call
+            return parse_call(wire, raw, hints, train, session.responses)
+        return await aside(parse_call, wire, raw, hints, train, session.responses)
 
     async def _read(self, request: Request) -> bytes:
         raw = bytearray()
@@ -219,10 +257,19 @@ class ChatServer:
         return bytes(raw)
 
 
-def parse_call(wire: Wire, raw: bytes, hints: dict[str, str], train: bool) -> Call:
-    """The call that a body holds. Raises ChatError."""
+def parse_call(
+    wire: Wire, raw: bytes, hints: dict[str, str], train: bool, stored: StoredResponses | None = None
+) -> Call:
+    """The call that a body holds. stored: responses that it may continue, None: none. Raises ChatError."""
+    if stored is None:
+        stored = StoredResponses()
     try:
         body = json.loads(raw)
+        added: list[Json] = []
+        if wire in (responses, compact):
+            expanded = stored.expanded(body)
+            body = expanded.body
+            added = expanded.added
         requested = wire.request(body)
         every_field = tuple(vars(requested).values())  # as the body alone determines them
         identity = (every_field, train, hints.get(IDEMPOTENCY))
@@ -230,7 +277,17 @@ def parse_call(wire: Wire, raw: bytes, hints: dict[str, str], train: bool) -> Ca
         key = hashlib.blake2b(marshal.dumps(identity, STABLE_FORMAT)).hexdigest()
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         refuse(f"the body is not of this protocol: {error!r}"[:500])
-    return Call(body=body, request=replace(requested, train=train, hints=hints, size=len(raw)), key=key)
+    request = replace(requested, train=train, hints=hints, size=len(raw))
+    return Call(body=body, added=added, request=request, key=key)
+
+
+def _full_reply(wire: Wire, call: Call, session: Session, answered: ChatReply) -> Json:
+    """The body of an unstreamed reply, stored where the protocol has that."""
+    full = wire.reply(answered, call.body)
+    if wire is responses:
+        expanded = ExpandedBody(body=call.body, added=call.added)
+        session.responses.keep(full, expanded, call.request.size)
+    return full
 
 
 def _listen() -> socket.socket:
@@ -253,8 +310,9 @@ def _wire_of(path: str) -> Wire:
     """The protocol of a path: for paths of none, the one that a refusal is most likely understood in."""
     if path in WIRES:
         return WIRES[path]
-    if path.startswith("/messages"):
-        return messages
+    for start, wire in (("/messages", messages), ("/responses", responses)):
+        if path.startswith(start):
+            return wire
     return chat
 
 
@@ -263,6 +321,30 @@ async def _disconnected(request: Request) -> None:
         event = await request.receive()
         if event["type"] == "http.disconnect":
             return
+
+
+def _wants_websocket(request: Request) -> bool:
+    return request.headers.get("upgrade", "").lower() == "websocket"
+
+
+def _no_websocket(wire: Wire) -> Response:
+    refusal = ChatError(426, "upgrade_required", "WebSockets are not served here. Use HTTP.")
+    return _json(wire.error(refusal), 426, {"upgrade": "HTTP/1.1", "x-should-retry": "false"})
+
+
+def _stored_response(method: str, id: str, action: str | None, stored: StoredResponses) -> Response:
+    """What is requested of a stored response. Raises ChatError."""
+    if method == "GET" and action is None:
+        return _json(stored.get(id))
+    if method == "POST" and action == "/cancel":
+        return _json(stored.get(id))  # it is complete: there is nothing to cancel
+    if method == "GET" and action == "/input_items":
+        listed = [{"id": f"item_{index}", **item} for index, item in enumerate(stored.input_items(id))]
+        return _json({"object": "list", "data": listed, "has_more": False, "first_id": None, "last_id": None})
+    if method == "DELETE" and action is None:
+        stored.delete(id)
+        return _json({"id": id, "object": "response", "deleted": True})
+    refuse(f"{method} {(action or '')[:80]!r} of a response is not served here.", 404, "not_found")
 
 
 def _get(method: str, path: str, session: Session) -> Response:

@@ -17,9 +17,13 @@ from molt.chat.images import read_images
 from molt.chat.messages import name_results
 from molt.chat.off_loop import LIGHT_BYTES, LIGHT_TEXT, LIGHT_TOKENS, aside
 from molt.chat.protocol import Answer, ChatError, ChatReply, ChatRequest, Message
-from molt.chat.reading import ReadTurn, read_turn
+from molt.chat.reading import ReadTurn, read_structured, read_turn
+from molt.chat.stored_responses import StoredResponses
 from molt.chat.tree import Match, Tree
-from molt.chat.wires.shared import call, message, refuse
+from molt.chat.wires.fields import refuse
+from molt.chat.wires.options import metric_name
+from molt.chat.wires.shared import call, message
+from molt.errors import StructureError
 from molt.types import InfraFailure, Json, Media, Turn
 
 CallModel = Callable[..., Awaitable[Turn]]
@@ -31,6 +35,8 @@ RETRY = "x-stainless-retry-count"
 IDEMPOTENCY = "idempotency-key"
 HONOURED = ("temperature", "top_p", "top_k")
 """Sampling parameters that a call may choose if it is not trained."""
+MAX_REFUSALS = 20
+"""Kinds of refusals that a session keeps."""
 MAX_SEED = 2**64 - 1
 
 
@@ -50,6 +56,8 @@ class MatchedPrompt:
     match: Match | None
     """None: nothing is recorded."""
     prompt: RenderedPrompt
+    adapted: int
+    """New messages that are rendered in another role or joined, since the model's template refuses them as they are."""
 
 
 @dataclass(eq=False)
@@ -80,8 +88,13 @@ class Session:
     call_freely: CallFreely | None = None
     tree: Tree = field(default_factory=Tree)
     counters: Counter[str] = field(default_factory=Counter)
-    refused: bool = False
-    """Whether the last prompt did not fit into the context."""
+    strict: bool = False
+    """Refuse structured outputs and forced tools in trained calls, which are otherwise ignored by name."""
+    out_of_context: bool = False
+    """Whether the last prompt to be trained, side conversations apart, did not fit into the context."""
+    responses: StoredResponses = field(default_factory=StoredResponses)
+    refusals: Counter[str] = field(default_factory=Counter)
+    """What was refused, in words, and how often; the first `MAX_REFUSALS` kinds."""
     failure: InfraFailure | None = None
     """Ends the episode: whoever runs it waits for `failed`."""
     failed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -171,18 +184,22 @@ class Session:
     async def _sample(self, request: ChatRequest) -> ChatReply:
         matched = await self._prompt(request)
         prompt = matched.prompt
-        self._require_room(prompt.ids)
-        self._require_sampling_as_it_is(request)
+        self._require_room(matched, request)
+        self._require_possible(request)
         self._count_answers(request)
+        self.counters["adapted_messages"] += matched.adapted
 
         max_tokens = self._max_tokens(prompt.ids, request)
         calls = [self._call(prompt, max_tokens, request, index) for index in range(request.n)]
         turns = await _gather(calls)
-        self.refused = False
+        if self._is_main(matched.match, request):
+            self.out_of_context = False
 
         read = await self._read(turns, prompt.ids, request)
         for each in read:
             self.counters["malformed_calls"] += each.malformed_calls
+            if request.one_call and len(each.answer.tool_calls) > 1:
+                self.counters["ignored_parallel_tool_calls"] += 1
             if matched.match is not None:
                 self._record(matched.match, prompt, each, request)
         return ChatReply(
@@ -192,7 +209,11 @@ class Session:
         )
 
     async def _read(self, turns: list[Turn], prompt_ids: list[int], request: ChatRequest) -> list[ReadTurn]:
+        structured = self._structure(request) is not None
+
         def read_all() -> list[ReadTurn]:
+            if structured:
+                return [read_structured(self.renderer, turn, request) for turn in turns]
             return [read_turn(self.renderer, turn, prompt_ids, request) for turn in turns]
 
         tokens = sum(len(turn.token_ids) for turn in turns)
@@ -208,6 +229,7 @@ class Session:
             echo_of(read.answer),
             train=request.train,
             media=prompt.media,
+            stops=request.stop,
         )
         self.finishes[node.index] = read.answer.finish_reason
 
@@ -222,22 +244,49 @@ class Session:
         sampling = {name: value for name, value in request.sampling.items() if name in HONOURED}
         if request.seed is not None:
             sampling["seed"] = min(request.seed + index, MAX_SEED)  # answers to one request differ, as vLLM's do
-        return await self.call_freely(prompt.ids, max_tokens, sampling, **shown)
+        structure = self._structure(request)
+        if structure is not None:
+            sampling["structure"] = structure
+        try:
+            return await self.call_freely(prompt.ids, max_tokens, sampling, **shown)
+        except StructureError as error:
+            raise ChatError(400, "invalid_request", str(error)) from error
+
+    def _structure(self, request: ChatRequest) -> Json | None:
+        """What the engine has to enforce, as arguments of vLLM's `StructuredOutputsParams`: only in free calls."""
+        if request.train or self.call_freely is None:
+            return None
+        if request.structure:
+            return request.structure
+        return structure_of_calls(request)
 
     # Limits -----------------------------------------------------------------------------------------------------------
 
-    def _require_room(self, ids: list[int]) -> None:
+    def note_refusal(self, error: ChatError) -> None:
+        """Keep what was refused, for people."""
+        words = f"{error.status} {error.message}"
+        if words in self.refusals or len(self.refusals) < MAX_REFUSALS:
+            self.refusals[words] += 1
+
+    def _is_main(self, match: Match | None, request: ChatRequest) -> bool:
+        """Whether the request is of a conversation that is trained, other than on request."""
+        return match is not None and request.train and not self.tree.is_side(match)
+
+    def _require_room(self, matched: MatchedPrompt, request: ChatRequest) -> None:
+        ids = matched.prompt.ids
         if len(ids) >= self.max_len:
             self.counters["out_of_context"] += 1
-            self.refused = True
+            if self._is_main(matched.match, request):
+                self.out_of_context = True
             why = f"prompt is too long: {len(ids)} tokens > {self.max_len} maximum"
             refuse(why, code="context_length_exceeded")
 
-    def _require_sampling_as_it_is(self, request: ChatRequest) -> None:
-        """Refuse constrained decoding, and distributions that do not exist."""
-        if request.constrained:
+    def _require_possible(self, request: ChatRequest) -> None:
+        """Refuse distributions that do not exist, and if strict, what would be ignored though it changes the answer."""
+        constraints = self._ignored_constraints(request)
+        if self.strict and constraints:
             refuse(
-                f"{request.constrained}: an answer is sampled from the model as it is, never constrained. Leave it "
+                f"`{constraints[0]}`: a trained answer is sampled from the model as it is, never constrained. Leave it "
                 "out, and check what the model says."
             )
         for name in self._honoured(request):
@@ -262,6 +311,26 @@ class Session:
                 self.counters[f"ignored_{name}"] += 1
         if not honoured and request.seed is not None:
             self.counters["ignored_seed"] += 1
+
+        constraints = self._ignored_constraints(request)
+        if constraints:
+            self.counters["ignored_constraint"] += 1
+        for name in (*constraints, *request.ignored):
+            self.counters[f"ignored_{name}"] += 1
+        for kind in request.ignored_tools:
+            self.counters["ignored_tools"] += 1
+            self.counters[f"ignored_tool_{metric_name(kind)}"] += 1
+
+    def _ignored_constraints(self, request: ChatRequest) -> list[str]:
+        """What the client wants an answer to be, and the model is not made to say."""
+        if self._structure(request) is not None:
+            return []
+        constraints = []
+        if request.structure is not None:
+            constraints.append("response_format")
+        if request.required_tools is not None:
+            constraints.append("tool_choice")
+        return constraints
 
     def _honoured(self, request: ChatRequest) -> tuple[str, ...]:
         """The sampling parameters that this request may choose."""
@@ -293,7 +362,10 @@ class Session:
         except Exception as error:  # fault boundary: what one client sent
             why = f"the messages or tools could not be rendered ({error!r:.300}). Send them as the protocol has them."
             raise ChatError(400, "invalid_request", why) from error
-        return MatchedPrompt(match=match, prompt=prompt)
+        rest = request.messages if match is None else match.rest
+        begins = match is None or match.node is self.tree.root
+        adapted = self.renderer.order.adapt(rest, begins=begins).changes
+        return MatchedPrompt(match=match, prompt=prompt, adapted=adapted)
 
     async def _continued(self, request: ChatRequest, match: Match) -> RenderedPrompt | None:
         """The matched path and what the request adds; None if that cannot be continued."""
@@ -332,6 +404,25 @@ def echo_of(answer: Answer) -> Message:
     """The reply as the client is expected to send it back."""
     calls = [call(made.id, made.name, made.arguments) for made in answer.tool_calls]
     return message("assistant", answer.content, reasoning_content=answer.reasoning, tool_calls=calls)
+
+
+def structure_of_calls(request: ChatRequest) -> Json | None:
+    """The structure of one call of a required tool, as `{"name", "arguments"}`; None if none is required."""
+    calls = []
+    for tool in request.tools or []:
+        function = tool["function"]
+        if function["name"] in (request.required_tools or ()):
+            calls.append(
+                {
+                    "type": "object",
+                    "properties": {"name": {"const": function["name"]}, "arguments": function["parameters"]},
+                    "required": ["name", "arguments"],
+                    "additionalProperties": False,
+                }
+            )
+    if not calls:
+        return None
+    return {"json": {"anyOf": calls}}
 
 
 def _retried_work(works: list[Work], request: ChatRequest) -> Work | None:

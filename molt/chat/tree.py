@@ -19,7 +19,13 @@ import numpy as np
 
 from molt.chat.branch_reason import Branch, Divergence, explain_branch, was_answered_before
 from molt.chat.node import NO_IDS, BranchReason, Node, root_node
-from molt.chat.normalized import NormalizedMessage, leading_system, normalize_message, without_cache_mark
+from molt.chat.normalized import (
+    NormalizedMessage,
+    leading_system,
+    normalize_message,
+    normalize_reply,
+    without_cache_mark,
+)
 from molt.chat.protocol import Message
 from molt.columns import concat, context
 from molt.types import Json, Media, Sample, Turn
@@ -189,8 +195,11 @@ class Tree:
         *,
         train: bool = True,
         media: tuple[Media, ...] = (),
+        stops: tuple[str, ...] = (),
     ) -> Node:
-        """Record a call that succeeded. For n > 1: once per answer, with the same match. media: of the whole prompt.
+        """Record a call that succeeded. For n > 1: once per answer, with the same match.
+
+        media: of the whole prompt. stops: the stop strings of the request.
 
         Where the engine was not given the exact ids of the matched path, the node branches off at the deepest
         node of the path whose ids begin the prompt, for the reason `template`.
@@ -210,7 +219,7 @@ class Tree:
                 messages += rewritten.messages
                 normalized += rewritten.normalized
         messages += [*match.rest, reply]
-        normalized += [*match.normalized, normalize_message(reply)]
+        normalized += [*match.normalized, normalize_reply(reply, stops)]
 
         node = Node(
             parent=parent,
@@ -263,6 +272,13 @@ class Tree:
         (no call is trained, or its first one is excluded) is never the main one.
         """
         return _is_side(node.tools, node.system, self._main_conversation())
+
+    def is_side(self, match: Match) -> bool:
+        """Whether a request that continues there belongs to a side conversation."""
+        system = match.node.system
+        if match.node.is_root:
+            system = leading_system(match.normalized)
+        return _is_side(match.tools, system, self._main_conversation())
 
     def _main_conversation(self) -> Node | None:
         """The first call of the main conversation; None while there is none."""

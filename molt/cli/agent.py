@@ -9,6 +9,8 @@ import asyncio
 import dataclasses
 import functools
 import json
+import sys
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,6 +114,7 @@ def _check(arguments: argparse.Namespace) -> int:
         asyncio.run(_score(scorer, context, episode, arguments))
     print(_report(episode, renderer))
     renderer.warn_of_lost_text()
+    _warn_of_order(episode)
     return 0
 
 
@@ -248,12 +251,34 @@ def _report(episode: "Episode", renderer: "Renderer") -> str:
         ending += f", truncated ({episode.cut})"
     lines = [
         tree.show(renderer.tokenizer.decode),
-        f"{len(tree.nodes)} calls, {len(samples)} samples, {trained_tokens} trained tokens",
+        f"{len(tree.nodes)} calls, {len(samples)} samples, {trained_tokens} trained tokens{_branches(tree)}",
         ending,
     ]
     for name, value in episode.info.items():
         lines.append(f"  {name} {value:g}")
+    for words, count in episode.refusals.items():
+        lines.append(f"  refused {count} times: {words}")
     return "\n".join(lines)
+
+
+def _branches(tree: "Tree") -> str:
+    """`; branches: 1 edit, 2 side`, by their reasons; an empty string without any."""
+    reasons = Counter(str(node.reason) for node in tree.nodes if node.reason and node.reason != "root")
+    if not reasons:
+        return ""
+    return "; branches: " + ", ".join(f"{count} {reason}" for reason, count in reasons.items())
+
+
+def _warn_of_order(episode: "Episode") -> None:
+    """Say on the console that the client's messages are not in an order that the model's template takes."""
+    adapted = episode.info.get("chat_adapted_messages")
+    if adapted:
+        print(
+            f"warning: {adapted:g} messages of the agent's client are joined to others, or shown as the user's: the "
+            "model's chat template refuses or leaves out what was sent. Have the client send one system message, "
+            "first, and users and assistants in turn; or pass another template.",
+            file=sys.stderr,
+        )
 
 
 def _tree_of(turns: "list[Turn]") -> "Tree":

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 LONG_LAG_S = 1.0
 """Of a runner's event loop: in this time every other rollout of the runner could have gone on."""
-
+SAMPLING_NAMES = "temperature|top_p|top_k|min_p|seed|logit_bias|frequency_penalty|presence_penalty|repetition_penalty"
+"""Settings of sampling that a client may send."""
+NOT_NAMES = "constraint|tools|response_format"
+"""Totals, and what has a notice of its own."""
 
 Metrics = Mapping[str, float]
 
@@ -51,10 +54,35 @@ NOTICES = (
         "for a core, and the agent did not block it. Run less beside the run, or fewer processes than cores.",
     ),
     Notice(
-        metric=re.compile(r"rollout/info/chat_ignored_(\w+)"),
+        metric=re.compile(r"rollout/info/chat_ignored_(response_format|tool_choice)"),
+        is_due=_occurs,
+        text="the agent's client asks for a {last} (`{name}`), which no trained answer is made to have: the model is "
+        "trained on what it says by itself. docs/chat_agents.md, 'What the server does', says how to enforce or refuse "
+        "it.",
+    ),
+    Notice(
+        metric=re.compile(r"rollout/info/chat_ignored_tool_(?!choice$)(\w+)"),
+        is_due=_occurs,
+        text="the agent's client offers the tool {last} (`{name}`), which only its provider's servers could run: the "
+        "model is not told of it.",
+    ),
+    Notice(
+        metric=re.compile(rf"rollout/info/chat_ignored_({SAMPLING_NAMES})"),
         is_due=_occurs,
         text="the agent's client asks for {last} of its own (`{name}`), which is ignored: the run's sampling is "
         "trained. docs/chat_agents.md, 'What the server does', says why.",
+    ),
+    Notice(
+        metric=re.compile(rf"rollout/info/chat_ignored_(?!tool_|(?:{NOT_NAMES}|{SAMPLING_NAMES})$)(\w+)"),
+        is_due=_occurs,
+        text="the agent's client sends the option {last} (`{name}`), which is ignored: nothing here reads it. Set it "
+        "in the run instead, or leave it out.",
+    ),
+    Notice(
+        metric=re.compile("rollout/info/chat_adapted_messages"),
+        is_due=_occurs,
+        text="the agent's client sends messages in an order that the model's chat template refuses (`{name}`): they "
+        "are joined, or shown as the user's. docs/chat_agents.md, 'What the server does', says how.",
     ),
 )
 

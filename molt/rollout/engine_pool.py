@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from molt.errors import EngineError
+from molt.errors import EngineError, StructureError
 from molt.rollout.engine_worker import Sampling
 from molt.rollout.handles import ANSWER_S, DEAD, HEARTBEAT_S, EngineHandle
 from molt.types import InfraFailure, Media, Turn
@@ -61,7 +61,8 @@ class EnginePool:
     ) -> Turn:
         """One turn of `rollout`. Waits until an engine serves.
 
-        Raises `InfraFailure` after `MAX_ATTEMPTS` failed calls, `TimeoutError` after `timeout_s`.
+        Raises `InfraFailure` after `MAX_ATTEMPTS` failed calls, `TimeoutError` after `timeout_s`, `StructureError` if
+        no engine could enforce `sampling.structure`.
         """
         failures: list[str] = []
         async with asyncio.timeout(timeout_s):
@@ -69,6 +70,8 @@ class EnginePool:
                 engine = self._engine_of.setdefault(rollout, self._least_loaded())
                 try:
                     return await self._call(engine, prompt_ids, sampling, media)
+                except StructureError:
+                    raise
                 except (EngineError, RayTaskError, *DEAD) as error:
                     failures.append(f"engine {engine.index}: {error!r}")
                     self._engine_of[rollout] = await self._serving_engine(after=engine)

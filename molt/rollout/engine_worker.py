@@ -16,14 +16,15 @@ import ray
 from molt.chat.images import open_image
 from molt.columns import TokenColumns, candidate_columns, token_columns
 from molt.config import VllmConfig
-from molt.errors import EngineError
+from molt.errors import EngineError, StructureError
 from molt.publish.proof import Receipt
-from molt.types import Media, Turn
+from molt.types import Json, Media, Turn
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.config.model import ModelDType
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.sampling_params import StructuredOutputsParams
 
 CPU_KV_CACHE_BYTES = 512 << 20
 VLLM_MAX_LOGPROBS = 20
@@ -69,6 +70,8 @@ class Sampling:
     stop_token_ids: tuple[int, ...]
     candidates: int = 0
     """How many of the likeliest tokens are recorded at each sampled one (`columns.candidate_columns`)."""
+    structure: Json | None = None
+    """What the turn must look like, as arguments of vLLM's `StructuredOutputsParams`; never in a trained turn."""
 
 
 class Engine(Protocol):
@@ -113,8 +116,8 @@ class VllmEngine:
 
         arguments = _engine_arguments(self.settings)
         config = arguments.create_engine_config()
-        # To put images into a prompt vLLM needs the tokenizer, for their tokens alone.
-        config.model_config.skip_tokenizer_init = not config.model_config.is_multimodal_model
+        # vLLM needs the tokenizer to enforce a structure, and to put images into a prompt; never for the text.
+        config.model_config.skip_tokenizer_init = False
         if self.settings.device == "cpu":
             _start_by_fork()
         self.llm = AsyncLLM.from_vllm_config(config)
@@ -131,7 +134,8 @@ class VllmEngine:
         media: the images of the prompt in order, their tokens already in `prompt_ids`.
 
         Raises `EngineError` when vLLM aborts the request or is dead, when the engine was restarted and waits for
-        weights, or when vLLM puts other tokens in the place of an image.
+        weights, or when vLLM puts other tokens in the place of an image; `StructureError` when vLLM refuses the
+        structure.
         """
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -151,6 +155,10 @@ class VllmEngine:
             final = await self._final(prompt, params, request_id)
         except (EngineDeadError, EngineGenerateError) as error:
             raise EngineError(f"engine failed on request {request_id}: {error!r}") from error
+        except ValueError as error:  # vLLM looks at a request before it samples
+            if sampling.structure is None:
+                raise
+            raise _unusable(error) from error
 
         output = final.outputs[0]
         if output.finish_reason not in ("stop", "length"):
@@ -299,6 +307,24 @@ def _sampling_params(sampling: Sampling) -> "SamplingParams":
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
+        structured_outputs=_structured_outputs(sampling),
+    )
+
+
+def _structured_outputs(sampling: Sampling) -> "StructuredOutputsParams | None":
+    from vllm.sampling_params import StructuredOutputsParams
+
+    if sampling.structure is None:
+        return None
+    try:
+        return StructuredOutputsParams(**sampling.structure)
+    except (TypeError, ValueError) as error:
+        raise _unusable(error) from error
+
+
+def _unusable(error: Exception) -> StructureError:
+    return StructureError(
+        f"the structure that the answer is to have cannot be enforced ({str(error)[:300]}). Use a simpler schema."
     )
 
 

@@ -134,7 +134,10 @@ class ModelCalls:
     async def free(
         self, prompt_ids: list[int], max_tokens: int, chosen: ChosenSampling, *, media: Sequence[Media] = ()
     ) -> Turn:
-        """Sample with what the caller chose; the turn is never trained on. Raises as `EnginePool.generate` does."""
+        """Sample with what the caller chose; the turn is never trained on.
+
+        Raises as `EnginePool.generate` does, and `StructureError` if the structure cannot be enforced.
+        """
         seed = self.free_seeds.next(prompt_ids, media)
         sampling = Sampling(
             temperature=chosen.get("temperature", self.task.temperature),
@@ -143,6 +146,7 @@ class ModelCalls:
             max_tokens=max_tokens,
             seed=chosen.get("seed", seed),
             stop_token_ids=self.stop_token_ids,
+            structure=chosen.get("structure"),
         )
         return await self._generate(prompt_ids, sampling, media)
 

@@ -259,14 +259,56 @@ def test_an_error_after_an_answer_that_followed_a_refusal_is_none_of_the_context
         play(run, Model(*["x" * 20] * 9), max_len=100)
 
 
-def test_an_agent_that_goes_on_after_a_refusal_is_scored_as_it_says():
+def test_an_agent_whose_last_prompt_was_refused_is_scored_as_it_says_and_truncated():
+    """As with a harness, which ends as if all were well."""
+
     async def run(ctx):
         with pytest.raises(BadRequestError):
             await talk(ctx)
         return Result(reward=1.0)
 
     episode = play(run, Model(*["x" * 20] * 9), max_len=100)
-    assert episode.outcome == Scored(1.0, 1.0) and not episode.truncated
+    assert episode.outcome == Scored(1.0, 1.0) and episode.cut == "length"
+    assert [words for words in episode.refusals if "prompt is too long" in words]
+
+
+@pytest.mark.parametrize("then", [{"train": True}, {"train": False}])
+def test_only_a_trained_answer_says_that_the_context_has_room_again(then):
+    """A compacted conversation goes on; a call that opted out of training says nothing of the conversation."""
+
+    async def run(ctx):
+        with pytest.raises(BadRequestError):
+            await talk(ctx)
+        headers = {} if then["train"] else {"x-molt-train": "0"}
+        async with AsyncOpenAI(base_url=ctx.openai_url, api_key="x", max_retries=0) as client:
+            await client.chat.completions.create(model="policy", messages=ctx.prompt, extra_headers=headers)
+        return Result(reward=1.0)
+
+    episode = play(run, Model(*["x" * 20] * 9), max_len=100)
+    assert episode.cut == (None if then["train"] else "length")
+
+
+def test_a_title_that_fits_does_not_hide_that_the_conversation_did_not():
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+
+    async def run(ctx):
+        async with AsyncOpenAI(base_url=ctx.openai_url, api_key="x", max_retries=0) as client:
+            create = client.chat.completions.create
+            await create(model="policy", messages=[{"role": "user", "content": "go"}], tools=tools)
+            with pytest.raises(BadRequestError):
+                await create(model="policy", messages=[{"role": "user", "content": "x" * 900}], tools=tools)
+            title = [{"role": "system", "content": "title"}, {"role": "user", "content": "t"}]
+            await create(model="policy", messages=title)
+        return Result(reward=1.0)
+
+    assert play(run, Model("a", "b"), max_len=800).cut == "length"
+
+
+def test_the_context_length_is_told():
+    async def run(ctx):
+        return Result(reward=float(ctx.max_len))
+
+    assert play(run, Model(), max_len=123).outcome.reward == 123.0
 
 
 def test_what_an_agent_does_to_what_it_is_given_stays_its_own():

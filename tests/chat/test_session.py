@@ -13,6 +13,7 @@ from molt.chat.off_loop import LIGHT_BYTES, LIGHT_TEXT
 from molt.chat.protocol import ChatError, ChatRequest
 from molt.chat.reading import read_turn
 from molt.chat.session import RETRY, Session, echo_of
+from molt.errors import StructureError
 from molt.types import InfraFailure
 from tests.chat.scripted import VERSION, ScriptedModel, ids_of, renderer, text_of, turn_of
 
@@ -253,12 +254,21 @@ def test_of_n_answers_with_one_failure_none_is_recorded():
     assert refused(session, replace(HI, n=2)).code == "engine" and session.tree.nodes == []
 
 
-@pytest.mark.parametrize("train", [True, False])
-def test_constrained_decoding_is_refused_whether_trained_or_not(train):
-    session = session_of("one")
-    error = refused(session, replace(HI, constrained="tool_choice 'required'", train=train))
-    assert error.status == 400 and "tool_choice 'required'" in error.message and "x-molt-train" not in error.message
+def test_a_strict_session_refuses_constraints_of_trained_calls():
+    session = session_of("one", strict=True)
+    error = refused(session, replace(HI, required_tools=["f"]))
+    assert error.status == 400 and "`tool_choice`" in error.message and "x-molt-train" not in error.message
     assert session.failure is None and session.call_model.prompts == []
+
+
+def test_a_structure_that_the_engine_cannot_enforce_is_the_clients_doing():
+    async def freely(ids, max_tokens, sampling):
+        raise StructureError("no such grammar")
+
+    session = session_of("one", call_freely=freely)
+    error = refused(session, replace(HI, structure={"json": {}}, train=False))
+    assert error.status == 400 and "no such grammar" in error.message
+    assert session.failure is None and contents(asyncio.run(session.answer(HI))) == ["one"]
 
 
 @pytest.mark.parametrize("counting", [True, False])
@@ -360,7 +370,7 @@ def test_the_cap_counts_only_what_is_sampled():
     session = session_of("1", "2", max_requests=2)
     asyncio.run(session.answer(HI))
     assert refused(session, replace(HI, n=2)).status == 429
-    assert refused(session, replace(HI, constrained="x")).status == 400
+    assert refused(session, replace(HI, messages=[{"role": "user", "content": "x" * 5000}])).status == 400
     assert contents(asyncio.run(session.answer(HI))) == ["2"] and session.counters["requests"] == 2
 
 

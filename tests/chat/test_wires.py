@@ -45,8 +45,22 @@ def test_chat_completions_are_read():
         "max_completion_tokens": 7, "stop": "END", "n": 2, "seed": 5, "temperature": 0, "top_p": None,
         "tool_choice": "auto", "response_format": {"type": "text"}, "store": True, "unknown": {},
     }  # fmt: skip
+    text_schema = {
+        "type": "object",
+        "properties": {"input": {"type": "string", "description": "The text."}},
+        "required": ["input"],
+    }
+    custom = {"type": "function", "function": {"name": "g", "parameters": text_schema}}
     assert chat.request(body) == ChatRequest(
-        CONVERSATION, [TOOL], max_tokens=7, n=2, stop=("END",), seed=5, sampling={"temperature": 0}
+        CONVERSATION,
+        [TOOL, custom],
+        max_tokens=7,
+        n=2,
+        stop=("END",),
+        seed=5,
+        sampling={"temperature": 0},
+        text_tools=["g"],
+        ignored_tools=["web_search"],
     )
 
 
@@ -70,7 +84,9 @@ def test_responses_are_read():
             {"type": "message", "role": "assistant", "content": "second"},
             {"role": "user", "content": ""},
         ],
-        "tools": [{"type": "function", **TOOL["function"], "strict": True}, {"type": "namespace", "tools": []}],
+        "tools": [
+            {"type": "function", **TOOL["function"], "strict": True}, {"type": "namespace", "name": "n", "tools": []},
+        ],
         "max_output_tokens": 7, "top_p": 0.5, "text": {"format": {"type": "text"}}, "include": ["x"], "store": False,
     }  # fmt: skip
     assert responses.request(body) == ChatRequest(CONVERSATION, [TOOL], max_tokens=7, sampling={"top_p": 0.5})
@@ -122,7 +138,14 @@ def test_messages_are_read():
         "max_tokens": 7, "stop_sequences": ["END"], "tool_choice": {"type": "auto"}, "output_config": {"effort": "low"},
         "metadata": {"user_id": "u"}, "context_management": {},
     }  # fmt: skip
-    assert messages.request(body) == ChatRequest(CONVERSATION, [TOOL], max_tokens=7, stop=("END",))
+    assert messages.request(body) == ChatRequest(
+        CONVERSATION,
+        [TOOL],
+        max_tokens=7,
+        stop=("END",),
+        ignored=["effort"],
+        ignored_tools=["web_search_20250305"],
+    )
 
 
 def test_a_block_that_is_not_known_reaches_the_model_as_it_is():
@@ -134,28 +157,37 @@ def test_a_block_that_is_not_known_reaches_the_model_as_it_is():
 
 
 HI = {"messages": [{"role": "user", "content": "hi"}]}
+JSON_FORMAT = {"type": "json_schema", "schema": SCHEMA}
 
 
 @pytest.mark.parametrize(
-    "wire, body, words",
+    "wire, body, structure, required",
     [
-        (chat, HI | {"tool_choice": "required"}, "tool_choice"),
-        (chat, HI | {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
-        (chat, HI | {"response_format": {"type": "json_object"}}, "json_object"),
-        (responses, {"input": "hi", "text": {"format": {"type": "json_schema"}}}, "json_schema"),
-        (responses, {"input": "hi", "tool_choice": {"type": "web_search"}}, "web_search"),
-        (messages, HI | {"tool_choice": {"type": "any"}}, "any"),
-        (messages, HI | {"output_config": {"format": {"type": "json_schema"}}}, "json_schema"),
+        (chat, HI | {"tool_choice": "required", "tools": [TOOL]}, None, ["f"]),
+        (chat, HI | {"tool_choice": {"type": "function", "function": {"name": "f"}}}, None, []),
+        (chat, HI | {"response_format": {"type": "json_object"}}, {"json_object": True}, None),
+        (chat, HI | {"response_format": {"type": "structural_tag"}}, {}, None),
+        (responses, {"input": "hi", "text": {"format": {"type": "json_schema"}}}, {"json_object": True}, None),
+        (responses, {"input": "hi", "tool_choice": {"type": "web_search"}}, None, []),
+        (messages, HI | {"tool_choice": {"type": "any"}, "tools": [TOOL, TOOL]}, None, ["f", "f"]),
+        (messages, HI | {"tool_choice": {"type": "tool", "name": "f"}, "tools": [TOOL]}, None, ["f"]),
+        (
+            messages,
+            HI | {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+            {"json": SCHEMA},
+            None,
+        ),
     ],
 )
-def test_constrained_decoding_is_noticed(wire, body, words):
-    assert words in wire.request(body).constrained
+def test_constraints_are_read(wire, body, structure, required):
+    read = wire.request(body)
+    assert (read.structure, read.required_tools) == (structure, required)
 
 
 @pytest.mark.parametrize("choice", ["none", {"type": "none"}])
 def test_a_tool_choice_of_none_offers_no_tools(choice):
     read = chat.request(HI | {"tools": [TOOL], "tool_choice": choice})
-    assert (read.tools, read.constrained) == (None, None)
+    assert (read.tools, read.structure, read.required_tools) == (None, None, None)
 
 
 @pytest.mark.parametrize("path", WIRES)
@@ -230,8 +262,11 @@ def test_keys_are_equal_for_equal_requests_streamed_or_not_and_for_no_others():
 
 def test_what_is_not_stored_is_refused():
     for body in ({"previous_response_id": "resp_1"}, {"input": [{"type": "item_reference", "id": "msg_1"}]}):
-        with pytest.raises(ChatError, match=r"stored|keeps"):
-            responses.request({"input": "hi"} | body)
+        with pytest.raises(ChatError, match="not found"):
+            parse_call(responses, json.dumps({"input": "hi"} | body).encode(), {}, True)
+    for kind in ("web_search_call", "local_shell_call"):
+        with pytest.raises(ChatError, match="keeps"):
+            responses.request({"input": [{"type": kind}]})
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"null", b"\xff", b"[" * 200_000, b'"x"', b"1" * 5000])

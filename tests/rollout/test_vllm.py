@@ -1,6 +1,7 @@
 """The real engine: what `FakeEngine` fakes, and what only vLLM can get wrong."""
 
 import asyncio
+import json
 import shutil
 import time
 from dataclasses import replace
@@ -10,12 +11,12 @@ import pytest
 import ray
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from molt.columns import candidate_columns
 from molt.config import VllmConfig
 from molt.driver import drive_evaluation
-from molt.errors import PublicationError
+from molt.errors import PublicationError, StructureError
 from molt.publish.proof import check_transport, compare_probe
 from molt.publish.publication import Publisher
 from molt.publish.transfer import ShmSender
@@ -154,6 +155,28 @@ def test_a_seed_gives_the_same_tokens_again_and_another_seed_others(engine):
     )
     assert np.array_equal(first.token_ids, again.token_ids)
     assert not np.array_equal(first.token_ids, other.token_ids)
+
+
+def test_a_structure_is_enforced_and_a_bad_one_is_the_requests_doing(engine, model_dir):
+    """A random model says anything; with a structure it says one of two words, or a JSON object of one number."""
+    decode = AutoTokenizer.from_pretrained(model_dir).decode
+
+    def say(name: str, structure: dict) -> str:
+        request = sampling(7, max_tokens=60, structure=structure)
+        turn = ray.get(engine.generate.remote(name, prompts(1)[0], request), timeout=60)
+        return decode(turn.token_ids, skip_special_tokens=True)
+
+    assert say("choice", {"choice": ["yes", "no"]}) in ("yes", "no")
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    assert json.loads(say("json", {"json": schema}))["a"] in range(10)
+    with pytest.raises(StructureError, match="cannot be enforced"):
+        say("bad", {"regex": "("})
+    assert ray.get(engine.alive.remote(), timeout=60)
 
 
 def test_more_new_prompts_than_one_step_takes(engine):

@@ -29,11 +29,9 @@ async def claude_code(ctx: ChatContext, task: str, folder: Path) -> Finished:
     return await ctx.harness("claude", *flags, cwd=folder, env=env, timeout_s=TIMEOUT_S)
 
 
-async def opencode(
-    ctx: ChatContext, task: str, folder: Path, protocol: str = "chat", context: int = 32_768
-) -> Finished:
+async def opencode(ctx: ChatContext, task: str, folder: Path, protocol: str = "chat") -> Finished:
     """`opencode run` over one of the three protocols."""
-    limit = {"context": context, "output": context // 8}
+    limit = {"context": ctx.max_len, "output": ctx.max_len // 8}
     options = {"baseURL": ctx.openai_url, "apiKey": ctx.api_key}
     provider = {"npm": PACKAGES[protocol], "options": options, "models": {ctx.model: {"limit": limit}}}
     (folder / "opencode.json").write_text(json.dumps({"provider": {"molt": provider}, "permission": {"*": "allow"}}))

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from molt.chat.protocol import Answer, ChatError, ChatReply, ChatRequest, Message
-from molt.chat.wires.shared import call, chat_request, content, items, message, refuse
+from molt.chat.wires.fields import items, refuse
+from molt.chat.wires.shared import call, chat_request, content, message, result_content
 from molt.types import Json
 
 ROLES = ("system", "user", "assistant")
@@ -62,7 +63,8 @@ def _is_tool_result(block: Json) -> bool:
 
 
 def _read_result(block: Json) -> Message:
-    return message("tool", content(block.get("content"), "tool_result"), tool_call_id=block.get("tool_use_id"))
+    said = result_content(block.get("content"), "tool_result")
+    return message("tool", said, tool_call_id=block.get("tool_use_id"))
 
 
 def _read_assistant(blocks: list[Json], where: str) -> Message:

@@ -1,14 +1,44 @@
-"""OpenAI responses. Stateless: the whole conversation comes in `input`, as with `store: false` of the original."""
+"""OpenAI responses. `input` is the whole conversation: `molt/chat/stored_responses.py` has put in what it names."""
 
+import base64
+import binascii
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from enum import IntEnum
 
-from molt.chat.protocol import Answer, ChatError, ChatReply, ChatRequest, Message
+from molt.chat.protocol import (
+    TEXT_ARGUMENT,
+    Answer,
+    ChatError,
+    ChatReply,
+    ChatRequest,
+    Message,
+    ToolCall,
+    flat_name,
+)
 from molt.chat.wires.chat import read_message
-from molt.chat.wires.shared import call, chat_request, content, items, message, openai_error, refuse
+from molt.chat.wires.fields import items, refuse
+from molt.chat.wires.shared import (
+    call,
+    chat_request,
+    content,
+    logprob_items,
+    message,
+    openai_error,
+    result_content,
+)
 from molt.types import Json
+
+SUMMARISE = (
+    "Summarise the conversation so far for yourself: you will go on from this summary alone. Keep the task, what was "
+    "done and found, decisions, file names, and what is still to do. Answer with the summary, and call no tool."
+)
+"""What a compaction trigger says to the model."""
+SUMMARY = "Summary of the conversation so far:\n"
+"""What stands before a summary that comes back."""
+NO_SUMMARY = "(none)"
+"""A summary may not be empty."""
 
 
 class Place(IntEnum):
@@ -21,31 +51,44 @@ class Place(IntEnum):
     """Not an assistant's."""
 
 
-PLACES = {"reasoning": Place.REASONING, "message": Place.TEXT, "function_call": Place.CALL}
+PLACES = {
+    "reasoning": Place.REASONING,
+    "message": Place.TEXT,
+    "function_call": Place.CALL,
+    "custom_tool_call": Place.CALL,
+}
 
 
 def request(body: Json) -> ChatRequest:
     """See `shared.Wire`."""
-    if body.get("previous_response_id") or body.get("conversation"):
-        refuse("responses are not stored here, so `previous_response_id` names none. Send the whole `input`.")
+    if body.get("conversation"):
+        refuse("conversations are not stored here. Send the whole `input`, or name a `previous_response_id`.")
+    if body.get("prompt"):
+        refuse("prompt templates are not stored here, so `prompt` names none. Send its text in `instructions`.")
     messages = []
     if body.get("instructions"):
         messages.append(message("system", content(body["instructions"], "instructions")))
     messages += _read_input(body)
 
     text_options = body.get("text") or {}
-    read = chat_request(messages, body, text_options.get("format"))
+    read = chat_request(messages, body, text_options.get("format"), tools=_additional_tools(body))
     return replace(read, n=1)  # this protocol has one answer
+
+
+def input_items(body: Json) -> list[Json]:
+    """`input` as a list of items. Raises ChatError."""
+    if isinstance(body.get("input"), str):
+        return [{"type": "message", "role": "user", "content": body["input"]}]
+    return items(body, "input")
 
 
 def _read_input(body: Json) -> list[Message]:
     """The messages of `input`. Consecutive items of one assistant turn become one message."""
-    if isinstance(body.get("input"), str):
-        return [message("user", body["input"])]
-
     messages: list[Message] = []
     last_place = Place.OTHER
-    for index, entry in enumerate(items(body, "input")):
+    for index, entry in enumerate(input_items(body)):
+        if entry.get("type") == "additional_tools":
+            continue
         read = _read_item(entry, f"input[{index}]")
         place = Place.OTHER
         if read["role"] == "assistant":
@@ -56,6 +99,15 @@ def _read_input(body: Json) -> list[Message]:
             messages.append(read)
         last_place = place
     return messages
+
+
+def _additional_tools(body: Json) -> list[Json]:
+    """Tools that items of the input add to those of the body."""
+    tools = []
+    for entry in input_items(body):
+        if entry.get("type") == "additional_tools":
+            tools += items(entry, "tools")
+    return tools
 
 
 def _is_same_turn(last: Place, place: Place) -> bool:
@@ -81,14 +133,41 @@ def _read_item(entry: Json, where: str) -> Message:
     if kind == "reasoning":
         thoughts = items(entry, "content") or items(entry, "summary")
         return message("assistant", "", reasoning_content=content(thoughts, where))
-    if kind == "function_call":
-        made = call(entry.get("call_id"), entry.get("name"), entry.get("arguments"))
-        return message("assistant", "", tool_calls=[made])
-    if kind == "function_call_output":
-        return message("tool", content(entry.get("output"), where), tool_call_id=entry.get("call_id"))
+    if kind in ("function_call", "custom_tool_call"):
+        return message("assistant", "", tool_calls=[_read_call(entry)])
+    if kind in ("function_call_output", "custom_tool_call_output"):
+        return message("tool", result_content(entry.get("output"), where), tool_call_id=entry.get("call_id"))
+    if kind == "compaction_trigger":
+        return message("user", SUMMARISE)
+    if kind in ("compaction", "compaction_summary"):
+        return message("user", SUMMARY + _read_summary(entry, where))
     refuse(
-        f"`{where}` is of type {kind!r}, which this server neither makes nor keeps. Send messages and function calls."
+        f"`{where}` is of type {kind!r}, which this server neither makes nor keeps. Send messages and calls of "
+        "functions or custom tools."
     )
+
+
+def _read_call(entry: Json) -> Json:
+    arguments = entry.get("arguments")
+    if entry["type"] == "custom_tool_call":
+        arguments = {TEXT_ARGUMENT: entry.get("input")}
+    name = entry.get("name")
+    if isinstance(name, str):
+        name = flat_name(entry.get("namespace"), name)
+    return call(entry.get("call_id"), name, arguments)
+
+
+def _read_summary(entry: Json, where: str) -> str:
+    try:
+        return base64.b64decode(entry["encrypted_content"], validate=True).decode()
+    except (KeyError, TypeError, binascii.Error, UnicodeDecodeError):
+        refuse(f"`{where}` is a compaction that another server made, and only that can read it. Send the messages.")
+
+
+def wants_summary(body: Json) -> bool:
+    """Whether the reply is a compaction item."""
+    entries = input_items(body)
+    return bool(entries) and entries[-1].get("type") == "compaction_trigger"
 
 
 def reply(answered: ChatReply, body: Json) -> Json:
@@ -105,17 +184,17 @@ def reply(answered: ChatReply, body: Json) -> Json:
         "object": "response",
         "created_at": now,
         "completed_at": now,
-        "background": False,
+        "background": bool(body.get("background")),
         "error": None,
         "max_tool_calls": None,
-        "previous_response_id": None,
+        "previous_response_id": body.get("previous_response_id"),
         "service_tier": "default",
-        "store": False,
+        "store": body.get("store") is not False,
         "top_logprobs": 0,
         "truncation": "disabled",
         "status": status,
         "incomplete_details": incomplete_details,
-        "output": _output(answered.id, answer),
+        "output": _output(answered.id, answer, body),
         "usage": _usage(answered, answer),
         **_echoed_settings(body),
     }
@@ -155,24 +234,36 @@ def _usage(answered: ChatReply, answer: Answer) -> Json:
     }
 
 
-def _output(id: str, answer: Answer) -> list[Json]:
+def _output(id: str, answer: Answer, body: Json) -> list[Json]:
     output = []
     if answer.reasoning:
         output.append(_reasoning_item(id, answer.reasoning))
+    if wants_summary(body):
+        return [*output, _compaction_item(id, answer)]
     if answer.content or not answer.tool_calls:
-        output.append(_message_item(id, answer.content))
+        output.append(_message_item(id, answer))
     for index, made in enumerate(answer.tool_calls):
-        output.append(
-            {
-                "id": f"fc_{id}_{index}",
-                "type": "function_call",
-                "call_id": made.id,
-                "name": made.name,
-                "arguments": made.arguments,
-                "status": "completed",
-            }
-        )
+        output.append(_call_item(f"{id}_{index}", made))
     return output
+
+
+def _call_item(id: str, made: ToolCall) -> Json:
+    item: Json = {"call_id": made.id, "name": made.own_name, "status": "completed"}
+    if made.namespace is not None:
+        item["namespace"] = made.namespace
+    if made.text is not None:
+        return {"id": f"ctc_{id}", "type": "custom_tool_call", **item, "input": made.text}
+    return {"id": f"fc_{id}", "type": "function_call", **item, "arguments": made.arguments}
+
+
+def _compaction_item(id: str, answer: Answer) -> Json:
+    """The summary, in the field that clients send back as it is."""
+    summary = answer.content or NO_SUMMARY
+    return {
+        "id": f"cmp_{id}",
+        "type": "compaction",
+        "encrypted_content": base64.b64encode(summary.encode(errors="replace")).decode(),
+    }
 
 
 def _reasoning_item(id: str, reasoning: str) -> Json:
@@ -186,12 +277,12 @@ def _reasoning_item(id: str, reasoning: str) -> Json:
     }
 
 
-def _message_item(id: str, text: str) -> Json:
+def _message_item(id: str, answer: Answer) -> Json:
     part = {
         "type": "output_text",
-        "text": text,
+        "text": answer.content,
         "annotations": [],
-        "logprobs": [],
+        "logprobs": logprob_items(answer.logprobs),
     }
     return {
         "id": f"msg_{id}",
@@ -229,24 +320,35 @@ def _events(full: Json) -> Iterator[tuple[str, Json]]:
 
 def _started_item(item: Json) -> Json:
     """The item before anything of it was sampled."""
+    if item["type"] == "compaction":
+        return {**item, "encrypted_content": ""}
     started = {**item, "status": "in_progress"}
     if item["type"] == "function_call":
         started["arguments"] = ""
+    elif item["type"] == "custom_tool_call":
+        started["input"] = ""
     else:
         started["content"] = []
     return started
 
 
 def _item_events(item: Json) -> Iterator[tuple[str, Json]]:
+    if item["type"] == "compaction":
+        yield "compaction.compacting", {}
+        return
     if item["type"] == "function_call":
         yield "function_call_arguments.delta", {"delta": item["arguments"]}
         yield "function_call_arguments.done", {"arguments": item["arguments"], "name": item["name"]}
+        return
+    if item["type"] == "custom_tool_call":
+        yield "custom_tool_call_input.delta", {"delta": item["input"]}
+        yield "custom_tool_call_input.done", {"input": item["input"]}
         return
 
     (part,) = item["content"]
     place: Json = {"content_index": 0}
     if part["type"] == "output_text":
-        place["logprobs"] = []
+        place["logprobs"] = part["logprobs"]
     yield "content_part.added", {"content_index": 0, "part": {**part, "text": ""}}
     yield f"{part['type']}.delta", {"delta": part["text"], **place}
     yield f"{part['type']}.done", {"text": part["text"], **place}

@@ -1,10 +1,14 @@
-"""What the protocols have in common: blocks of content, tools, limits, refusals."""
+"""What the protocols have in common: blocks of content, options, errors."""
 
 import json
-from collections.abc import Iterator
-from typing import Any, NoReturn, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
-from molt.chat.protocol import ChatError, ChatReply, ChatRequest, Message, Tools
+from molt.chat.protocol import ChatError, ChatReply, ChatRequest, Message, TokenLogprob
+from molt.chat.wires.fields import items, refuse
+from molt.chat.wires.options import ignored_options
+from molt.chat.wires.structure import read_structure, with_instruction
+from molt.chat.wires.tools import read_choice, read_tools
 from molt.types import Json
 
 SAMPLING = (
@@ -26,8 +30,6 @@ END_NUMBER = 1 << 64
 NOT_TEXT = {"input_audio", "audio", "video", "video_url", "file", "input_file", "document"}
 IMAGES = ("image_url", "input_image", "image")
 TEXT_FIELDS = ("text", "refusal", "thinking")
-SHOWN_SCHEMA = 200
-"""Characters of a bad schema that a refusal shows."""
 
 
 class Wire(Protocol):
@@ -50,19 +52,6 @@ class Wire(Protocol):
         ...
 
 
-def refuse(message: str, status: int = 400, code: str = "invalid_request") -> NoReturn:
-    """Raise ChatError."""
-    raise ChatError(status, code, message)
-
-
-def items(body: Json, key: str) -> list[Json]:
-    """`body[key]`, a list of objects; absent or null is an empty one."""
-    value = body.get(key) or []
-    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        refuse(f"`{key}` must be a list of objects. Send it as the protocol has it.")
-    return value
-
-
 # Content --------------------------------------------------------------------------------------------------------------
 
 
@@ -79,6 +68,14 @@ def content(value: Any, where: str) -> str | list[Json]:
     if any("image_url" in part for part in parts):
         return parts
     return "\n".join(part["text"] for part in parts)
+
+
+def result_content(value: Any, where: str) -> str | list[Json]:
+    """Content of a tool's result, which may also be any JSON value: the model reads its JSON text."""
+    is_blocks = isinstance(value, list) and all(isinstance(block, dict | str) for block in value)
+    if is_blocks or isinstance(value, str) or value is None:
+        return content(value, where)
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _part(block: Any, where: str) -> Json:
@@ -138,23 +135,51 @@ def call(id: Any, name: Any, arguments: Any) -> Json:
 # Requests -------------------------------------------------------------------------------------------------------------
 
 
-def chat_request(messages: list[Message], body: Json, output_format: Any) -> ChatRequest:
-    """With the options that all protocols spell alike, or nearly so."""
+def chat_request(messages: list[Message], body: Json, output_format: Any, *, tools: Sequence[Json] = ()) -> ChatRequest:
+    """With the options that all protocols spell alike, or nearly so. tools: beside those of the body."""
     if not messages:
         refuse("the conversation is empty: there is nothing to answer. Send at least one message.")
     stop = _stop_strings(body)
     sampling = _sampling(body)
     seed = sampling.pop("seed", None)
+    structure = read_structure(body, output_format)
+
+    offered = read_tools([*items(body, "tools"), *tools])
+    choice = read_choice(body, offered)
+    functions = offered.functions
+    if choice.allowed is not None:
+        functions = [tool for tool in functions if tool["function"]["name"] in choice.allowed]
     return ChatRequest(
-        messages=messages,
-        tools=_tools(body),
+        messages=with_instruction(messages, structure),
+        tools=functions or None,
         max_tokens=_count(body, "max_completion_tokens", "max_output_tokens", "max_tokens"),
         n=_count(body, "n") or 1,
         stop=stop,
         seed=seed,
         sampling=sampling,
-        constrained=_constraint(body, output_format),
+        structure=structure,
+        required_tools=choice.required,
+        one_call=_wants_one_call(body),
+        logprobs=_wants_logprobs(body),
+        text_tools=offered.text_tools,
+        namespaces=offered.namespaces,
+        ignored=ignored_options(body),
+        ignored_tools=offered.ignored,
     )
+
+
+def _wants_one_call(body: Json) -> bool:
+    choice = body.get("tool_choice")
+    if isinstance(choice, dict) and choice.get("disable_parallel_tool_use"):
+        return True
+    return body.get("parallel_tool_calls") is False
+
+
+def _wants_logprobs(body: Json) -> bool:
+    included = body.get("include")
+    if isinstance(included, list) and "message.output_text.logprobs" in included:
+        return True
+    return bool(body.get("logprobs"))
 
 
 def _stop_strings(body: Json) -> tuple[str, ...]:
@@ -183,23 +208,6 @@ def _has_right_type(name: str, value: Any) -> bool:
     return MIN_NUMBER <= value < END_NUMBER  # false for NaN
 
 
-def _constraint(body: Json, output_format: Any) -> str | None:
-    """What requires constrained decoding, if anything does."""
-    form = _kind(output_format)
-    if form not in (None, "text"):
-        return f"output format {form!r}"
-    if _kind(body.get("tool_choice")) not in (None, "auto", "none"):
-        return f"tool_choice {json.dumps(body['tool_choice'])}"
-    return None
-
-
-def _kind(value: Any) -> Any:
-    """The type of an option that may be an object or its type alone."""
-    if isinstance(value, dict):
-        return value.get("type")
-    return value
-
-
 def _count(body: Json, *names: str) -> int | None:
     """The first of these options that is there."""
     for name in names:
@@ -212,47 +220,16 @@ def _count(body: Json, *names: str) -> int | None:
     return None
 
 
-# Tools ----------------------------------------------------------------------------------------------------------------
+# Replies --------------------------------------------------------------------------------------------------------------
 
 
-def _tools(body: Json) -> Tools:
-    if _kind(body.get("tool_choice")) == "none":
-        return None
-    tools = [_function(tool) for tool in items(body, "tools") if _is_callable(tool)]
-    return tools or None
-
-
-def _is_callable(tool: Json) -> bool:
-    """False for tools that only the protocol's own servers can run: they are not offered to the model."""
-    kind = tool.get("type")
-    if kind in (None, "function"):
-        return True
-    return kind == "custom" and "input_schema" in tool
-
-
-def _function(tool: Json) -> Json:
-    """A tool of any protocol as an OpenAI function schema."""
-    spec = tool.get("function", tool)
-    name = spec.get("name")
-    if not isinstance(name, str) or not name:
-        refuse(f"a tool has the name {name!r}: the model could not call it. Name it with a string.")
-
-    schema = spec.get("parameters", spec.get("input_schema")) or {"type": "object"}
-    if not _is_object_schema(schema):
-        shown = json.dumps(schema)[:SHOWN_SCHEMA]
-        refuse(f"the parameters of tool {name!r} are not the JSON schema of an object: {shown}")
-
-    function: Json = {"name": name}
-    if spec.get("description"):
-        function["description"] = spec["description"]
-    function["parameters"] = schema
-    return {"type": "function", "function": function}
-
-
-def _is_object_schema(schema: Any) -> bool:
-    if not isinstance(schema, dict) or schema.get("type", "object") != "object":
-        return False
-    return isinstance(schema.get("properties", {}), dict)
+def logprob_items(logprobs: Sequence[TokenLogprob] | None) -> list[Json]:
+    """Log-probs of tokens in the shape of both OpenAI protocols."""
+    shaped = []
+    for each in logprobs or ():
+        spelled = list(each.text.encode(errors="replace"))
+        shaped.append({"token": each.text, "bytes": spelled, "logprob": each.logprob, "top_logprobs": []})
+    return shaped
 
 
 # Errors ---------------------------------------------------------------------------------------------------------------
