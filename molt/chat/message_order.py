@@ -1,9 +1,10 @@
 """Which orders of messages a model's template takes, and conversations in an order that it takes.
 
-Clients send what templates refuse, drop or rearrange: several system messages, a system message in the middle, two messages
-of one role in a row. What a template takes is found out once, by rendering conversations of marked texts; a message
-that it would not show in its place is then rendered in the nearest way that it takes. A template that takes all gets all
-as it was sent. Adapting the beginning of a conversation does not depend on what follows, so prompts grow by appending.
+Clients send what templates refuse, drop or rearrange: several system messages, a system message in the middle, two
+messages of one role in a row. What a template takes is found out once, by rendering conversations of marked texts; a
+message that it would not show in its place is then rendered in the nearest way that it takes. A template that takes all
+gets all as it was sent. Adapting the beginning of a conversation does not depend on what follows, so prompts grow by
+appending.
 """
 
 from collections.abc import Callable, Sequence
