@@ -20,7 +20,7 @@ from molt.errors import ConfigError, UnusableRow
 from molt.parallel.mesh import resolve_device
 from molt.records.state import refuse_other_run
 from molt.roles import Role, roles
-from molt.rollout.dump import check_dump, dumped_batches
+from molt.rollout.dump import PROMPTS, check_dump, dumped_batches
 from molt.train.checkpoint import latest_checkpoint
 from molt.types import EVALUATION_EPOCH, Json, Prompt
 
@@ -85,7 +85,7 @@ class RunSpec:
     @property
     def dump_identity(self) -> Json:
         """What must be equal to replay stored batches."""
-        return dump_identity(self.config, self.identity)
+        return dump_identity(self.config, self.identity, self.rows)
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,9 @@ def resolve(config: RLConfig) -> RunSpec:
     algorithm = load_algorithm(config.algo, config.actor)
     stream = prompt_stream(config)
     identity = run_identity(config, stream)
-    total_batches = _total_batches(config, stream, identity)
     held_out = held_out_prompts(config)
+    rows = row_fingerprints(config, stream, held_out)
+    total_batches = _total_batches(config, stream, dump_identity(config, identity, rows))
     spec = RunSpec(
         config=config,
         algorithm=algorithm,
@@ -111,7 +112,7 @@ def resolve(config: RLConfig) -> RunSpec:
         stream=stream,
         held_out=held_out,
         identity=identity,
-        rows=row_fingerprints(config, stream, held_out),
+        rows=rows,
     )
     _refuse_other_runs(spec)
     return spec
@@ -178,18 +179,19 @@ def row_fingerprints(config: RLConfig, stream: PromptStream, held_out: HeldOut) 
     return fingerprints
 
 
-def dump_identity(config: RLConfig, identity: Json) -> Json:
+def dump_identity(config: RLConfig, identity: Json, rows: Json) -> Json:
     """See `RunSpec.dump_identity`. `reward.mask_truncated` decides which groups a run replaces, so batches made without
     it are others; a dump of an older molt has no such key."""
+    of_dump = identity | {PROMPTS: rows["prompts"]}
     if config.reward.mask_truncated:
-        return identity | {"mask_truncated": True}
-    return identity
+        of_dump["mask_truncated"] = True
+    return of_dump
 
 
-def _total_batches(config: RLConfig, stream: PromptStream, identity: Json) -> int:
-    """Training batches of the whole run."""
+def _total_batches(config: RLConfig, stream: PromptStream, of_dump: Json) -> int:
+    """Training batches of the whole run. of_dump: what a dump that it replays must have been made with."""
     if config.train.rollout_replay_dir is not None:
-        available = dumped_batches(config.train.rollout_replay_dir, dump_identity(config, identity))
+        available = dumped_batches(config.train.rollout_replay_dir, of_dump)
     else:
         available = math.ceil(len(stream) / config.rollout.batch_size)
     total = available

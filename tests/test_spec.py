@@ -53,6 +53,18 @@ def test_a_replay_has_no_engines_and_as_many_batches_as_were_dumped(tmp_path, pr
         (batch_dir(dump, step) / "buffer.json").write_text("[]")
     spec = spec_of(tmp_path, prompts, "--train.rollout_replay_dir", str(dump))
     assert spec.processes.num_engines == 0 and spec.total_batches == 2
+    begin_dump(dump, spec.dump_identity, after_step=5, output_dir=tmp_path / "first")
+    assert spec_of(tmp_path, prompts, "--train.rollout_replay_dir", str(dump)).total_batches == 2
+
+
+def test_a_replay_with_other_prompts_of_the_same_number_is_refused(tmp_path, prompts):
+    dump = tmp_path / "dump"
+    begin_dump(dump, spec_of(tmp_path, prompts).dump_identity, after_step=-1, output_dir=tmp_path / "first")
+    lines = Path(prompts).read_text().splitlines(keepends=True)
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join([*lines[1:], lines[0]]))
+    with pytest.raises(DataError, match=r"hold other groups\. Use the settings and the prompts of that run"):
+        spec_of(tmp_path, str(other), "--train.rollout_replay_dir", str(dump))
 
 
 @pytest.mark.parametrize("chats", [True, False])

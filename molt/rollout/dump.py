@@ -15,6 +15,8 @@ from molt.rollout.buffer import is_buffer
 from molt.types import Json
 
 DUMP_FILE = "dump.json"
+PROMPTS = "prompts"
+"""In dump.json, among the settings: the fingerprint of the prompts; an older molt wrote none."""
 OWNER = "output_dir"
 """In dump.json, beside the settings: the output directory of the run that may continue it."""
 
@@ -68,10 +70,12 @@ def _read(folder: Path) -> Json:
 def _require_same(folder: Path, identity: Json, flag: str) -> None:
     made_with = _read(folder)
     made_with.pop(OWNER, None)
+    if PROMPTS not in made_with:
+        identity = {name: value for name, value in identity.items() if name != PROMPTS}
     if made_with and made_with != identity:
         raise DataError(
             f"`{flag}` (={folder}) was made with {made_with}, this run has {identity}: its batches would hold other "
-            "groups. Use the settings of that run."
+            "groups. Use the settings and the prompts of that run."
         )
 
 

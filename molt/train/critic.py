@@ -19,6 +19,8 @@ from molt.train.inference import Samples, TokenArrays, infer, lay_out, sample_of
 from molt.train.trained import Trained
 from molt.types import Metric
 
+ROUNDING = 1e-12
+"""Up to this share of the mean square the variance of equal rewards may be above 0."""
 METRIC_NAMES = {
     "train/loss": "train/value_loss",
     "train/grad_norm": "train/value_grad_norm",
@@ -81,11 +83,11 @@ class Critic(Trained[ValueModel]):
     def train(self, returns: TokenArrays) -> dict[str, Metric]:
         """All optimizer steps of the batch that `infer` had last. Returns this rank's metrics."""
         of_steps = []
+        signals = _steps_with_signal(self.plan, self.mesh)
         for _ in range(self.settings.critic.max_epochs):
-            for planned in self.plan:
-                # Values are always some way from the returns, so each step has a signal.
-                metrics = self.step(self._micro_batches(planned, returns), self._loss, planned, has_signal=True)
-                of_steps.append(metrics)
+            for planned, has_signal in zip(self.plan, signals, strict=True):
+                micro_batches = self._micro_batches(planned, returns)
+                of_steps.append(self.step(micro_batches, self._loss, planned, has_signal=has_signal))
         metrics = {METRIC_NAMES.get(name, name): metric for name, metric in merge(of_steps).items()}
 
         metrics["train/explained_variance"] = Metric(self._explained_variance(returns))
@@ -151,3 +153,21 @@ class Critic(Trained[ValueModel]):
         clipped_tokens = (clipped & mask).sum()
         clip_fraction = Metric(float(clipped_tokens), float(mask.sum()))
         return (micro_batch.weights * loss).sum(), {"train/value_clip_fraction": clip_fraction}
+
+
+def _steps_with_signal(plan: RankPlan, mesh: Mesh) -> list[bool]:
+    """Of each step of the batch, whether the rewards of its trained samples, of all ranks, differ.
+
+    Once a critic knows the one reward of batches that all fail, or all succeed, their gradient is next to nothing.
+    Every rank calls it, with as many steps; the answer is the same.
+    """
+    sums = torch.zeros(len(plan), 3, dtype=torch.float64)
+    for step, planned in enumerate(plan):
+        for tasks in planned:
+            for task in tasks:
+                if task.weight:
+                    sums[step] += torch.tensor([1.0, task.reward, task.reward**2], dtype=torch.float64)
+    # Collective over the data-parallel axes: every rank, once per training batch.
+    count, total, squares = mesh.sum(sums.to(mesh.device), *DATA_AXES).cpu().unbind(1)
+    variance = squares / count - (total / count) ** 2
+    return (variance > ROUNDING * squares / count).tolist()

@@ -256,6 +256,23 @@ def test_a_step_learns_if_any_of_its_samples_does(policy):
     assert policy.prepared.has_signal == [False, False]
 
 
+def test_a_critic_learns_something_where_rewards_differ(critic):
+    samples = of_critic.make_samples()
+    (good,), returns = of_critic.make_plan(samples, of_critic.WHOLE), of_critic.make_returns(samples)
+
+    def with_rewards(*rewards):
+        given = iter(rewards)
+        return [[replace(task, reward=next(given)) for task in batch] for batch in good]
+
+    for rewards in ([0.0] * 4, [1.0] * 4, [0.1] * 4, [-1e5] * 4):
+        critic_step(critic, [with_rewards(*rewards)], samples, returns)
+        assert list(critic.breaker.norms) == []
+    critic_step(critic, [with_rewards(0.0, 0.0, 0.0, 1e-3)], samples, returns)
+    assert len(critic.breaker.norms) == 1
+    critic_step(critic, [with_rewards(1000.0, 1000.01, 1000.0, 1000.0)], samples, returns)
+    assert len(critic.breaker.norms) == 2
+
+
 def test_gradients_that_stay_large_are_trained_again(policy):
     samples = of_policy.make_samples()
     (good,) = of_policy.make_plan(samples, (((0, 1, 2, 3),),))

@@ -54,7 +54,7 @@ def make_plan(samples, steps):
     plan = []
     for step in steps:
         trained = sum(int(samples[g][0][0].mask.sum()) for batch in step for g in batch)
-        plan.append([[SampleTask((g, 0, 0), 0.0, None, 1 / trained, 0.0) for g in batch] for batch in step])
+        plan.append([[SampleTask((g, 0, 0), float(g), None, 1 / trained, 0.0) for g in batch] for batch in step])
     return plan
 
 
