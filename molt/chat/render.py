@@ -149,10 +149,13 @@ def turn_end(tokenizer: Any) -> TurnEnd:
     """How a model that learns from this template ends its turn.
 
     A template that does not close its turns ends them with the opener of the next one. Raises UnusableRow if the
-    template rejects a user's message and an answer.
+    template rejects a user's message and an answer, or does not show the answer.
     """
     answered = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": ANSWER}]
-    closing = _after_answer(render_text(tokenizer, answered)).strip()
+    text = render_text(tokenizer, answered)
+    if ANSWER not in text:
+        raise UnusableRow("of whose answer the chat template shows nothing")
+    closing = _after_answer(text).strip()
     if closing:
         ids = tokenizer(closing, add_special_tokens=False).input_ids
         return _first_special(tokenizer, closing, ids)
