@@ -113,13 +113,15 @@ def load_renderer(model_name_or_path: str, chat_template: str | None, *, apply_c
 
 
 def end_ids(model_name_or_path: str) -> list[int]:
-    """The end tokens that a model's generation config names."""
+    """The end tokens that a model's generation config names; without one, its configuration."""
     from transformers import GenerationConfig
+
+    from molt.models.description import configured_ends
 
     try:
         ends = GenerationConfig.from_pretrained(model_name_or_path).eos_token_id
     except OSError:  # a model without a generation config
-        return []
+        ends = configured_ends(model_name_or_path)
     except ValueError as error:
         raise ConfigError(
             f"{model_name_or_path}: its generation_config.json is refused by transformers ({_first_line(error)}), so "
