@@ -113,13 +113,15 @@ def load_renderer(model_name_or_path: str, chat_template: str | None, *, apply_c
 
 
 def end_ids(model_name_or_path: str) -> list[int]:
-    """The end tokens that a model's generation config names."""
+    """The end tokens that a model's generation config names; without one, its configuration."""
     from transformers import GenerationConfig
+
+    from molt.models.description import configured_ends
 
     try:
         ends = GenerationConfig.from_pretrained(model_name_or_path).eos_token_id
     except OSError:  # a model without a generation config
-        return []
+        ends = configured_ends(model_name_or_path)
     except ValueError as error:
         raise ConfigError(
             f"{model_name_or_path}: its generation_config.json is refused by transformers ({_first_line(error)}), so "
@@ -149,10 +151,13 @@ def turn_end(tokenizer: Any) -> TurnEnd:
     """How a model that learns from this template ends its turn.
 
     A template that does not close its turns ends them with the opener of the next one. Raises UnusableRow if the
-    template rejects a user's message and an answer.
+    template rejects a user's message and an answer, or does not show the answer.
     """
     answered = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": ANSWER}]
-    closing = _after_answer(render_text(tokenizer, answered)).strip()
+    text = render_text(tokenizer, answered)
+    if ANSWER not in text:
+        raise UnusableRow("of whose answer the chat template shows nothing")
+    closing = _after_answer(text).strip()
     if closing:
         ids = tokenizer(closing, add_special_tokens=False).input_ids
         return _first_special(tokenizer, closing, ids)

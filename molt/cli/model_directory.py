@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from molt.chat.render import TurnEnd, end_ids, render_text, turn_end
+from molt.chat.render import TurnEnd, end_ids, render_text, stop_ids, turn_end
 from molt.errors import ConfigError, UnusableRow, described
 from molt.hub import only_local
 
@@ -90,12 +90,12 @@ def doubts(directory: ModelDirectory) -> Iterator[str]:
 def new_end(directory: ModelDirectory) -> str | None:
     """That the model stops at another token than before, in words; None if it does not. Raises ConfigError."""
     end = directory.end
-    known = {*end_ids(directory.path), directory.tokenizer.eos_token_id}
+    known = stop_ids(directory.tokenizer, end_ids(directory.path), apply_chat_template=False)
     if end is None or end.token_id is None or end.token_id in known:
         return None
     text = (
         f"end of an answer: {end.text!r} (id {end.token_id}) of the chat template, beside the end tokens of "
-        f"{directory.path}, which are {sorted(known - {None})}"
+        f"{directory.path}, which are {known}"
     )
     if directory.exports:
         text += "; the exported model stops there too"

@@ -50,6 +50,16 @@ def model_embedding_rows(path: str) -> int | None:
     return embedding_rows(config)
 
 
+def configured_ends(path: str) -> int | list[int] | None:
+    """The end tokens that the configuration of the model at `path` names itself: not the default of its class."""
+    try:
+        written, _ = PreTrainedConfig.get_config_dict(path, local_files_only=only_local(path))
+    except (OSError, ValueError):
+        return None
+    of_text = written.get("text_config") or {}
+    return written.get("eos_token_id", of_text.get("eos_token_id"))
+
+
 def _read_config(path: str, setting: str) -> PreTrainedConfig:
     is_local = path.startswith(("/", ".", "~"))
     if not path or (is_local and not Path(path).is_dir()):

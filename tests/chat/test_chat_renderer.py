@@ -428,7 +428,10 @@ def test_whatever_is_sampled_is_read(data):
 
 @pytest.mark.parametrize("make, args", [p for p in RENDERERS if p.id not in ("template4", "template5", "template0")])
 def test_formats_that_come_back_as_they_went(make, args):
-    assert check_round_trip(make(*args), tools=MARKED not in args and CHATML not in args) == []
+    problems = check_round_trip(make(*args), tools=MARKED not in args and CHATML not in args)
+    if args == ("deepseek_v3",):  # its template never shows which tools there are
+        assert "does not show the tools" in problems.pop(0)
+    assert problems == []
 
 
 def test_the_check_names_what_is_wrong():

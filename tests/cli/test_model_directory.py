@@ -5,7 +5,7 @@ import json
 import pytest
 from tokenizers import processors
 
-from molt.chat.render import Renderer, stop_ids, turn_end
+from molt.chat.render import Renderer, end_ids, stop_ids, turn_end
 from molt.cli.main import main
 from molt.types import Prompt
 from tests.cli.test_check import RL, SFT
@@ -77,6 +77,20 @@ def test_a_policy_stops_where_its_template_ends_a_turn():
     assert renderer.eos_ids == [PAD_ID, END_ID]
     after = renderer.continuation_ids([END_ID], "next")  # the model closed its turn itself
     assert END_ID not in after[:1]
+
+
+@pytest.mark.parametrize(("ends", "expected"), [(5, [5]), ([5, 6], [5, 6]), (None, [])])
+def test_without_a_generation_config_the_configuration_names_the_ends(ends, expected, tmp_path):
+    save_tiny(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"eos_token_id": ends}))
+    assert end_ids(str(tmp_path)) == expected
+    settings.pop("eos_token_id")
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"model_type": "llama"}))
+    assert end_ids(str(tmp_path)) == []  # not the 2 that is the default of Llama's configuration
+    (tmp_path / "config.json").unlink()
+    assert end_ids(str(tmp_path)) == []
 
 
 @pytest.mark.parametrize("kind", ["rl", "sft"])

@@ -76,6 +76,10 @@ GOOD = {"input": "fine", "label": 1}
         (True, {"input": [{"content": "x"}], "label": 1}, "without a role"),
         (True, {"input": ["x"], "label": 1}, "without a role"),
         (True, {"input": [{"role": "user", "content": None}], "label": 1}, "without text or tool calls"),
+        (False, {"input": "smile \ud83d here", "label": 1}, "`input` has half of a surrogate pair ('\\ud83d')"),
+        (False, {"input": "x", "label": ["\udc4d"]}, "`label` has half of a surrogate pair"),
+        (False, {"input": "x", "label": 1, "data_source": "\udc4d"}, "`data_source` has half of a surrogate pair"),
+        (True, {"input": [{"role": "user", "content": "\ud83d"}], "label": 1}, "`input` has half of a surrogate"),
         (True, {"input": [{"role": "assistant", "content": "4"}], "label": 1}, "ends with the assistant's answer"),
     ],
 )
