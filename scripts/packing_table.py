@@ -30,7 +30,7 @@ OF_AUTOMODEL = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe
 LFM2 = {"layer_types": ["conv", "conv", "full_attention", "conv"], "num_hidden_layers": 4}
 SETTINGS: dict[str, dict[str, Any]] = {"lfm2": LFM2, "lfm2_moe": LFM2}
 """Where the default configuration lacks layers that the models of the family have."""
-LIMIT_S = 180
+LIMIT_S = 60
 BEGIN = "<!-- begin: written by scripts/packing_table.py -->"
 END = "<!-- end -->"
 
