@@ -77,7 +77,11 @@ def try_attention(model_type: str, backend: Backend, attention: str) -> Outcome:
         config = CONFIG_MAPPING[model_type](**SETTINGS.get(model_type, {}))
         config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
         trial = try_packing(backend, config, attention)
+    except NotImplementedError:
+        return Outcome("refused", "sinks or capped scores need eager")
     except Exception as error:  # of a foreign class
+        if attention == "sdpa" and "does not support an attention implementation through" in str(error):
+            return Outcome("refused", "the class has no sdpa")
         reason = " ".join(str(error).split())
         return Outcome("not built", f"{type(error).__name__}: {reason}"[:100])
     if trial.is_exact:

