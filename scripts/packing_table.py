@@ -28,8 +28,19 @@ ROOT = Path(__file__).resolve().parent.parent
 ATTENTIONS = ("varlen", "sdpa", "eager")
 OF_AUTOMODEL = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe")
 LFM2 = {"layer_types": ["conv", "conv", "full_attention", "conv"], "num_hidden_layers": 4}
-SETTINGS: dict[str, dict[str, Any]] = {"lfm2": LFM2, "lfm2_moe": LFM2}
-"""Where the default configuration lacks layers that the models of the family have."""
+HEADS = {"head_dim": 128, "num_key_value_heads": 8}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "lfm2": LFM2,
+    "lfm2_moe": LFM2,
+    "ministral": HEADS,
+    "hunyuan_v1_dense": HEADS,
+    "hunyuan_v1_moe": HEADS,
+    "nemotron": HEADS,
+    "deepseek_v2": {"n_group": 8, "topk_group": 3, "num_experts_per_tok": 6},
+    "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
+    "reformer": {"is_decoder": True},
+}
+"""Where the default configuration lacks layers, or sizes, that the models of the family have."""
 LIMIT_S = 60
 BEGIN = "<!-- begin: written by scripts/packing_table.py -->"
 END = "<!-- end -->"
