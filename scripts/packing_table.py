@@ -28,9 +28,20 @@ ROOT = Path(__file__).resolve().parent.parent
 ATTENTIONS = ("varlen", "sdpa", "eager")
 OF_AUTOMODEL = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe")
 LFM2 = {"layer_types": ["conv", "conv", "full_attention", "conv"], "num_hidden_layers": 4}
-SETTINGS: dict[str, dict[str, Any]] = {"lfm2": LFM2, "lfm2_moe": LFM2}
-"""Where the default configuration lacks layers that the models of the family have."""
-LIMIT_S = 180
+HEADS = {"head_dim": 128, "num_key_value_heads": 8}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "lfm2": LFM2,
+    "lfm2_moe": LFM2,
+    "ministral": HEADS,
+    "hunyuan_v1_dense": HEADS,
+    "hunyuan_v1_moe": HEADS,
+    "nemotron": HEADS,
+    "deepseek_v2": {"n_group": 8, "topk_group": 3, "num_experts_per_tok": 6},
+    "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
+    "reformer": {"is_decoder": True},
+}
+"""Where the default configuration lacks layers, or sizes, that the models of the family have."""
+LIMIT_S = 60
 BEGIN = "<!-- begin: written by scripts/packing_table.py -->"
 END = "<!-- end -->"
 
@@ -77,7 +88,11 @@ def try_attention(model_type: str, backend: Backend, attention: str) -> Outcome:
         config = CONFIG_MAPPING[model_type](**SETTINGS.get(model_type, {}))
         config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
         trial = try_packing(backend, config, attention)
+    except NotImplementedError:
+        return Outcome("refused", "sinks or capped scores need eager")
     except Exception as error:  # of a foreign class
+        if attention == "sdpa" and "does not support an attention implementation through" in str(error):
+            return Outcome("refused", "the class has no sdpa")
         reason = " ".join(str(error).split())
         return Outcome("not built", f"{type(error).__name__}: {reason}"[:100])
     if trial.is_exact:
