@@ -349,6 +349,8 @@ def test_other_replies_are_what_the_sdk_types_demand(path, answer, body):
     whole, event = TYPES[path]
     full = WIRES[path].reply(ChatReply("r1", (answer,), prompt_tokens=30), {"model": "m", **body})
     whole.model_validate(full)
+    if path == "/chat/completions" and answer.tool_calls and answer.tool_calls[0].text:
+        return  # the SDK's type of chunks has no custom calls
     for _, data in WIRES[path].events(full, body):
         assert data == "[DONE]" or TypeAdapter(event).validate_python(data)
 
