@@ -1,10 +1,10 @@
 """Which orders of messages a model's template takes, and conversations in an order that it takes.
 
-Clients send what templates refuse, drop or rearrange: several system messages, a system message in the middle, two
-messages of one role in a row. What a template takes is found out once, by rendering conversations of marked texts; a
-message that it would not show in its place is then rendered in the nearest way that it takes. A template that takes all
-gets all as it was sent. Adapting the beginning of a conversation does not depend on what follows, so prompts grow by
-appending.
+Clients send what templates refuse or drop: several system messages, a system message in the middle, two
+messages of one role in a row. What a template takes is found out once, by rendering conversations of marked texts. A
+message that it would not show is then rendered in the nearest way that it takes; a template that takes all
+gets all as it was sent. How the beginning of a conversation is adapted does not depend on what follows, so prompts grow
+by appending.
 """
 
 from collections.abc import Callable, Sequence
@@ -132,19 +132,12 @@ def find_order(render: RenderText) -> MessageOrder:
 
 
 def _is_taken(render: RenderText, order: MessageOrder, messages: list[Message], tools: Tools) -> bool:
-    """Whether all texts of the conversation are rendered, in their order."""
+    """Whether all texts of the conversation are rendered. A template may move them: then the conversation branches."""
     try:
         text = render(order.adapt(messages, begins=True).messages, tools)
     except Exception:  # templates and families raise anything
         return False
-    place = 0
-    for message in messages:
-        if not message["content"]:
-            continue
-        place = text.find(message["content"], place)
-        if place < 0:
-            return False
-    return True
+    return all(message["content"] in text for message in messages)
 
 
 def _said(role: str, text: str) -> Message:

@@ -70,8 +70,15 @@ def read_turn(renderer: ChatRenderer, turn: Turn, prompt_ids: list[int], request
 
 def read_structured(renderer: ChatRenderer, turn: Turn, request: ChatRequest) -> ReadTurn:
     """A turn that the engine had to give a structure: text, or one call as `{"name", "arguments"}`."""
+    match = find_stop(renderer, turn.token_ids.tolist(), request.stop)
+    stop_sequence = None
+    if match is not None:
+        turn = _cut(turn, match.tokens)
+        stop_sequence = match.stop
     text = renderer.spoken(turn.token_ids.tolist())
     content = text
+    if stop_sequence is not None:
+        content = text.partition(stop_sequence)[0]
     calls: tuple[ToolCall, ...] = ()
     finish_reason = turn.finish_reason
     if not request.structure:
@@ -86,6 +93,7 @@ def read_structured(renderer: ChatRenderer, turn: Turn, request: ChatRequest) ->
         tool_calls=calls,
         finish_reason=finish_reason,
         completion_tokens=len(turn.token_ids),
+        stop_sequence=stop_sequence,
         logprobs=_logprobs(renderer, turn, request),
     )
     return ReadTurn(turn=turn, answer=answer, malformed_calls=0)

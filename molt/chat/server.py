@@ -310,9 +310,10 @@ def _wire_of(path: str) -> Wire:
     """The protocol of a path: for paths of none, the one that a refusal is most likely understood in."""
     if path in WIRES:
         return WIRES[path]
-    for start, wire in (("/messages", messages), ("/responses", responses)):
-        if path.startswith(start):
-            return wire
+    if path.startswith("/messages"):
+        return messages
+    if path.startswith("/responses"):
+        return responses
     return chat
 
 

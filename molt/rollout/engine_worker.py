@@ -137,6 +137,7 @@ class VllmEngine:
         weights, or when vLLM puts other tokens in the place of an image; `StructureError` when vLLM refuses the
         structure.
         """
+        from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         params = _sampling_params(sampling)
@@ -155,7 +156,7 @@ class VllmEngine:
             final = await self._final(prompt, params, request_id)
         except (EngineDeadError, EngineGenerateError) as error:
             raise EngineError(f"engine failed on request {request_id}: {error!r}") from error
-        except ValueError as error:  # vLLM looks at a request before it samples
+        except (VLLMClientError, ValueError) as error:  # vLLM looks at a request before it samples
             if sampling.structure is None:
                 raise
             raise _unusable(error) from error
@@ -312,13 +313,14 @@ def _sampling_params(sampling: Sampling) -> "SamplingParams":
 
 
 def _structured_outputs(sampling: Sampling) -> "StructuredOutputsParams | None":
+    from vllm.exceptions import VLLMClientError
     from vllm.sampling_params import StructuredOutputsParams
 
     if sampling.structure is None:
         return None
     try:
         return StructuredOutputsParams(**sampling.structure)
-    except (TypeError, ValueError) as error:
+    except (VLLMClientError, TypeError, ValueError) as error:
         raise _unusable(error) from error
 
 

@@ -276,7 +276,7 @@ def test_what_cannot_be_rendered_is_refused(renderer):
     with pytest.raises(ChatError, match=r"cannot be rendered for this model .*Send what"):
         renderer.render([assistant("", {"id": "1", "type": "function"})])
     with pytest.raises(ChatError, match="one message only"):
-        of_template(STRICT, char_tokenizer).render([user(), user()])
+        of_template(STRICT, char_tokenizer).render([user(), assistant("x"), user()])
 
 
 def test_templates_that_join_arguments_as_text():

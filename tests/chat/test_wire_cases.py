@@ -174,6 +174,14 @@ def test_a_schema_of_any_protocol_is_enforced_in_calls_that_are_not_trained(path
     assert json.dumps(SCHEMA) in done.model.prompts[0]
 
 
+def test_an_enforced_answer_is_cut_at_a_stop_string_too():
+    options = {"guided_regex": "[0-9]+", "stop": ["3"]}
+    (body,) = replay(
+        [post("chat/completions", {"messages": HI, **options}, **{"x-molt-train": "0"})], free="1234"
+    ).bodies
+    assert body["choices"][0]["message"]["content"] == "12" and body["usage"]["completion_tokens"] == 3
+
+
 def test_a_schema_grows_the_system_message_once_so_that_turns_stay_one_segment():
     options = {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}
     said = [{"role": "system", "content": "Be brief."}, *HI]

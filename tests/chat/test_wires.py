@@ -11,7 +11,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from molt.chat.protocol import Answer, ChatError, ChatReply, ChatRequest, ToolCall
+from molt.chat.protocol import Answer, ChatError, ChatReply, ChatRequest, TokenLogprob, ToolCall
 from molt.chat.server import WIRES, parse_call
 from molt.chat.wires import chat, messages, responses
 
@@ -328,6 +328,31 @@ def test_replies_and_events_are_what_the_sdk_types_demand(path):
         assert data == "[DONE]" or TypeAdapter(event).validate_python(data)
         assert name is None or name == data["type"]
     assert json.loads(json.dumps(full)) == full
+
+
+FREE_TEXT = ToolCall("c1", "n__g", '{"input": "x"}', namespace="n", text="x")
+OTHER_REPLIES = {
+    "custom": ("/responses", Answer("", None, (FREE_TEXT,), "tool_calls", 3), {}),
+    "custom in chat": ("/chat/completions", Answer("", None, (FREE_TEXT,), "tool_calls", 3), {}),
+    "function": (
+        "/chat/completions",
+        Answer("", None, (ToolCall("c1", "f", "{}"),), "tool_calls", 3),
+        {"functions": [{"name": "f"}]},
+    ),
+    "summary": ("/responses", Answer("so", None, (), "stop", 3), {"input": [{"type": "compaction_trigger"}]}),
+    "log-probs": ("/chat/completions", Answer("so", None, (), "stop", 3, logprobs=(TokenLogprob("so", -1.0),)), {}),
+}
+
+
+@pytest.mark.parametrize("path, answer, body", OTHER_REPLIES.values(), ids=OTHER_REPLIES)
+def test_other_replies_are_what_the_sdk_types_demand(path, answer, body):
+    whole, event = TYPES[path]
+    full = WIRES[path].reply(ChatReply("r1", (answer,), prompt_tokens=30), {"model": "m", **body})
+    whole.model_validate(full)
+    if path == "/chat/completions" and answer.tool_calls and answer.tool_calls[0].text:
+        return  # the SDK's type of chunks has no custom calls
+    for _, data in WIRES[path].events(full, body):
+        assert data == "[DONE]" or TypeAdapter(event).validate_python(data)
 
 
 def test_chat_usage_comes_apart_if_asked_for_else_with_the_last_choice():

@@ -9,6 +9,7 @@ import pytest
 from molt.agents.loop_lag import BlockReporter
 from molt.cli.demo import build_model
 from molt.cli.main import main
+from tests.chat.test_wire_cases import ALTERNATE
 from tests.tiny import QWEN3, char_tokenizer, save_tiny
 from tests.tiny_vlm import save_tiny_vlm
 
@@ -73,6 +74,43 @@ def test_a_scorer_gives_the_reward(model, capsys, tmp_path):
     assert main(["agent", "check", str(AGENTS / "chat_minimal.py"), "--model", model, *flags]) == 1
     error = capsys.readouterr().err
     assert "scorer_KeyError: KeyError: 'grader' at " in error and "The score would fail in a run" in error
+
+
+DEMANDING = """
+import httpx
+
+from molt.agents import ChatAgent, ChatAgentRunner, Result
+
+USER = {"role": "user", "content": "hi"}
+
+
+class Demanding(ChatAgent):
+    async def run(self, ctx):
+        wants = {"response_format": {"type": "json_object"}, "reasoning_effort": "low"}
+        wants["tools"] = [{"type": "web_search"}]
+        async with httpx.AsyncClient() as client:
+            for body in ({"messages": [USER, USER], **wants}, {"messages": [USER]}, {"messages": []}):
+                await client.post(f"{ctx.openai_url}/chat/completions", json=body)
+        return Result(1.0)
+
+
+class AgentRunner(ChatAgentRunner):
+    def __init__(self):
+        super().__init__(Demanding)
+"""
+
+
+def test_what_a_client_asked_in_vain_is_shown(tmp_path, capsys):
+    """Two users in a row, which the template refuses; then the same without the rest, and an empty conversation."""
+    directory = save_tiny(tmp_path / "model", tokenizer=char_tokenizer(ALTERNATE))
+    agent = tmp_path / "agent.py"
+    agent.write_text(DEMANDING)
+    assert main(["agent", "check", str(agent), "--model", str(directory)]) == 0
+    printed = capsys.readouterr()
+    names = ["constraint", "response_format", "reasoning_effort", "tools", "tool_web_search"]
+    assert [f"  chat_ignored_{name} 1" in printed.out for name in names] == [True] * 5
+    assert "refused 1 times: 400 the conversation is empty" in printed.out
+    assert "1 messages of the agent's client are joined to others" in printed.err
 
 
 def test_what_cannot_be(model, capsys, tmp_path):

@@ -29,9 +29,13 @@ async def claude_code(ctx: ChatContext, task: str, folder: Path) -> Finished:
     return await ctx.harness("claude", *flags, cwd=folder, env=env, timeout_s=TIMEOUT_S)
 
 
-async def opencode(ctx: ChatContext, task: str, folder: Path, protocol: str = "chat") -> Finished:
-    """`opencode run` over one of the three protocols."""
-    limit = {"context": ctx.max_len, "output": ctx.max_len // 8}
+async def opencode(
+    ctx: ChatContext, task: str, folder: Path, protocol: str = "chat", context: int | None = None
+) -> Finished:
+    """`opencode run` over one of the three protocols. context: in tokens; None: that of the run."""
+    if context is None:
+        context = ctx.max_len
+    limit = {"context": context, "output": context // 8}
     options = {"baseURL": ctx.openai_url, "apiKey": ctx.api_key}
     provider = {"npm": PACKAGES[protocol], "options": options, "models": {ctx.model: {"limit": limit}}}
     (folder / "opencode.json").write_text(json.dumps({"provider": {"molt": provider}, "permission": {"*": "allow"}}))
