@@ -289,9 +289,6 @@ def main(path: str, parent: int) -> None:
     except MoltError as error:
         channel.write({"error": str(error)})
         return
-    except SystemExit as error:
-        channel.write({"error": f"`reward.scorer` (={path}) exits when it is imported ({error}). Remove that line."})
-        return
 
     channel.write({"judge": scorer.wants_judge, "overlaps": scorer.overlaps, "digest": scorer.digest})
     if scorer.overlaps:

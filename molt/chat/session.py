@@ -15,7 +15,7 @@ from typing import Any
 from molt.chat.chat_renderer import ChatRenderer, name_results
 from molt.chat.images import read_images
 from molt.chat.off_loop import LIGHT_BYTES, LIGHT_TEXT, LIGHT_TOKENS, aside
-from molt.chat.protocol import Answer, ChatError, ChatReply, ChatRequest, Message
+from molt.chat.protocol import Answer, ChatError, ChatReply, ChatRequest, Message, PolicyRefusal
 from molt.chat.reading import ReadTurn, read_turn
 from molt.chat.tree import Match, Tree
 from molt.chat.wires.shared import call, message, refuse
@@ -81,6 +81,10 @@ class Session:
     counters: Counter[str] = field(default_factory=Counter)
     refused: bool = False
     """Whether the last prompt did not fit into the context."""
+    refusal: str = ""
+    """Why the last prompt that did not fit was refused."""
+    policy_refusal: str | None = None
+    """Why the conversation cannot go on after what the policy has sampled."""
     failure: InfraFailure | None = None
     """Ends the episode: whoever runs it waits for `failed`."""
     failed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -148,6 +152,9 @@ class Session:
         if self.failure is None:
             try:
                 return await self._sample(request)
+            except PolicyRefusal as error:
+                self.policy_refusal = error.message
+                raise
             except ChatError:
                 raise
             except Exception as error:  # fault boundary: one engine request, and the record of it
@@ -230,6 +237,7 @@ class Session:
             self.counters["out_of_context"] += 1
             self.refused = True
             why = f"prompt is too long: {len(ids)} tokens > {self.max_len} maximum"
+            self.refusal = why
             refuse(why, code="context_length_exceeded")
 
     def _require_sampling_as_it_is(self, request: ChatRequest) -> None:
