@@ -5,8 +5,8 @@ import itertools
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 import ray
@@ -52,6 +52,8 @@ class RunnerRecord:
     """What its rollouts did when it last answered; None before its first answer."""
     in_flight: int = 0
     """Groups that wait for the runner."""
+    suspects: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by a group in its last attempt that lost a runner before: one at a time."""
     restarts_since_answer: int = 0
     """How many processes were lost here since one last answered."""
 
@@ -141,11 +143,17 @@ class RunnerPool:
         `LostError` when a runner had too many restarts.
         """
         answer = begun
-        for _ in range(self.attempts):
+        lost_a_runner = False
+        for attempt in range(1, self.attempts + 1):
             record = min(self._records, key=_load)
-            is_finished, answer = await self._advance(record, task, on_progress, answer)
+            # Of the groups that a lost runner had, one may be to blame: it must not take the others' last attempts.
+            is_suspect = lost_a_runner and attempt == self.attempts
+            async with record.suspects if is_suspect else nullcontext():
+                runner = record.handle
+                is_finished, answer = await self._advance(record, task, on_progress, answer)
             if is_finished and answer is not None:
                 return answer
+            lost_a_runner = lost_a_runner or record.handle is not runner
         raise InfraFailure("runner", f"no runner finished the group in {self.attempts} attempts")
 
     def again(self, group_ids: set[str]) -> None:
