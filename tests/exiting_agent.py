@@ -33,6 +33,10 @@ class Exiting(Env):
         if what == "block" and not Path(file).exists():
             Path(file).touch()
             time.sleep(7)
+        if what == "exit in a callback" and not Path(file).exists():
+            Path(file).touch()
+            asyncio.get_running_loop().call_soon(sys.exit)
+            await asyncio.sleep(60)
 
     async def exit_later(self):
         await asyncio.sleep(0)

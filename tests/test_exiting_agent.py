@@ -1,5 +1,6 @@
 """Whole runs with graders that exit, raise what is no Exception, block, or kill their process: the others go on."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -48,3 +49,12 @@ def test_a_grader_that_ends_its_process_every_time_costs_its_group_alone(ray_ses
     assert (lost["group"], lost["reason"]) == ("0:9", "runner")
     assert len(events(tmp_path / "out", "runner_lost")) == 3
     assert sorted([*trained_groups(tmp_path / "out"), "0:9"]) == sorted(f"0:{i}" for i in range(PROMPTS))
+
+
+def test_a_runner_whose_loop_a_callback_ended_is_replaced_at_once(ray_session, model_dir, tmp_path):
+    prompts = write_prompts(tmp_path / "p.jsonl", PROMPTS, {9: f"exit in a callback:{tmp_path / 'flag'}"})
+    began = time.monotonic()
+    run(settings(model_dir, tmp_path / "out", prompts, "--train.agent_path", AGENT, "--train.watchdog_s", "300"))
+    assert time.monotonic() - began < 200
+    assert len(events(tmp_path / "out", "runner_lost")) == 1
+    assert sorted(trained_groups(tmp_path / "out")) == sorted(f"0:{i}" for i in range(PROMPTS))

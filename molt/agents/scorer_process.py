@@ -34,6 +34,7 @@ from typing import Any
 
 from molt.agents.env import Result
 from molt.agents.trajectory import Trajectory
+from molt.agents.user_errors import contain_tasks
 from molt.errors import AgentError, MoltError, described, did_you_mean
 from molt.types import InfraFailure, Json, PolicyFailure
 from molt.user_module import load_module, raised_at
@@ -212,6 +213,7 @@ def serve_in_turn(scorer: Scorer, channel: Channel) -> None:
 async def serve_overlapping(scorer: Scorer, channel: Channel) -> None:
     """Calls of a coroutine function side by side, until the parent closes the pipe."""
     loop = asyncio.get_running_loop()
+    contain_tasks(loop)  # an exit in one call's task would end those of all
     requests: asyncio.Queue[Json | None] = asyncio.Queue()
 
     def read_all() -> None:

@@ -51,8 +51,10 @@ class ContainedCoroutine(Coroutine[Any, Any, Any]):
 
     def __init__(self, inside: Coroutine[Any, Any, Any]):
         self._inside = inside
-        self.__name__ = getattr(inside, "__name__", type(inside).__name__)
-        self.__qualname__ = getattr(inside, "__qualname__", self.__name__)
+
+    def __getattr__(self, name: str) -> Any:
+        """Its name and its state (`cr_frame`, ...), for whoever looks at a task's coroutine: anyio, debuggers."""
+        return getattr(self._inside, name)
 
     def send(self, value: Any, /) -> Any:
         try:

@@ -41,12 +41,12 @@ class FailureWindow:
             self._append(failures[-1].reason)
         self._check()
 
-    def check_lost(self, *, lost: int, kept: int) -> None:
+    def check_lost(self, *, lost: int, complete: int) -> None:
         """Raise `FailureRateError` if too many groups were lost in a run that was too short for `add` to say so.
 
-        lost: groups of which a rollout failed in every attempt. kept: the groups that were trained.
+        lost: groups of which a rollout failed in every attempt. complete: the other groups.
         """
-        groups = lost + kept
+        groups = lost + complete
         if len(self.recent) >= MIN_ATTEMPTS or lost <= self.limit * groups:
             return
         raise self._error(

@@ -151,8 +151,8 @@ class Producer:
         """Prompts that a checkpoint had in flight: they start before new ones."""
         self.lost: list[Prompt] = []
         """Discarded because the infrastructure failed; a run that stops for it gives them another chance."""
-        self.trained = 0
-        """Groups trained since the start, or the last resume."""
+        self.complete = 0
+        """Groups of which every rollout had a result, since the start or the last resume."""
         self.failures = self._new_window()
         self.metrics: list[dict[str, Metric]] = []
         self._changed = asyncio.Event()
@@ -222,7 +222,6 @@ class Producer:
         """The groups are trained as batch `step`, and that is published: their slots are free."""
         for group in groups:
             self._leave(group)
-        self.trained += len(groups)
         self.step = step
         if self.done:
             self._check_lost()
@@ -274,7 +273,7 @@ class Producer:
         self.open = {}
         self.tally = Tally()
         self.lost = []
-        self.trained = 0
+        self.complete = len(finished)
         self.failures = self._new_window()
         self.replacements.forget()
         self.metrics = []
@@ -334,7 +333,7 @@ class Producer:
         Only then, so that what did not fail is trained first.
         """
         try:
-            self.failures.check_lost(lost=len(self.lost), kept=self.trained)
+            self.failures.check_lost(lost=len(self.lost), complete=self.complete)
         except FailureRateError as error:
             self.shutdown.fail(error)
 
@@ -409,6 +408,7 @@ class Producer:
         if failure is not None:  # never trained with a silently smaller baseline
             self._lose(group, failure)
             return
+        self.complete += 1
         replacement = self._why_not_trained(result.rollouts)
         if replacement is not None:
             self._replace(group, replacement)

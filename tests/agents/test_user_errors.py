@@ -3,6 +3,7 @@
 import asyncio
 import threading
 
+import anyio
 import pytest
 import uvloop
 
@@ -87,3 +88,22 @@ def test_a_contained_task_is_cancelled_named_and_has_its_context_as_any_other():
             await never_started
 
     asyncio.run(main())
+
+
+def test_anyio_whose_cancel_scopes_look_at_coroutines_works_in_contained_tasks():
+    """The HTTP clients of OpenAI and Anthropic use it."""
+
+    async def waits():
+        with anyio.move_on_after(0.01) as scope:
+            await anyio.sleep(60)
+        return scope.cancelled_caught
+
+    async def main():
+        contain_tasks(asyncio.get_running_loop())
+        assert await asyncio.create_task(waits())
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(anyio.sleep, 60)
+            await anyio.sleep(0.01)
+            tasks.cancel_scope.cancel()
+
+    asyncio.run(asyncio.wait_for(main(), 10))
