@@ -41,7 +41,14 @@ from molt.train.breaker import Evidence
 from molt.train.critic import Critic
 from molt.train.exchange import NOWHERE, routes
 from molt.train.policy import Policy
-from molt.train.policy_worker import CriticRanks, CriticWorker, PolicyRanks, PolicyWorker, ReferenceWorker
+from molt.train.policy_worker import (
+    CriticRanks,
+    CriticWorker,
+    EngineLink,
+    PolicyRanks,
+    PolicyWorker,
+    ReferenceWorker,
+)
 from molt.train.rank_worker import ArrayRefs, Ranks
 from molt.train.reference import Reference
 from molt.types import Lineage, Metric, OnEvent
@@ -257,7 +264,7 @@ def _engine_group(spec: ProcessSpec, engines: list[EngineHandle], on_event: OnEv
     train = spec.config.train
     return EngineGroup(
         engines,
-        timeout_s=_publication_s(spec),
+        timeout_s=train.watchdog_s,
         silence_s=train.watchdog_s,
         start_timeout_s=START_TIMEOUT_S,
         max_restarts=train.max_restarts,
@@ -367,7 +374,15 @@ def _policy_ranks(spec: ProcessSpec, placement: _RankPlacement, engines: list[En
         name="policy",
         timeout_s=placement.timeout_s,
     )
-    policy.meeting(engines, spec.weight_transfer, spec.config.vllm.tensor_parallel_size, _publication_s(spec))
+    config = spec.config
+    link = EngineLink(
+        engines=list(engines),
+        backend=spec.weight_transfer,
+        workers_per_engine=config.vllm.tensor_parallel_size,
+        timeout_s=config.train.watchdog_s,
+        drain_s=0.0 if config.train.partial_rollout_enable else config.rollout.timeout_s,
+    )
+    policy.meeting(link)
     return policy
 
 

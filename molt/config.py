@@ -562,8 +562,9 @@ class TrainConfig(Section, prefix="train."):
     """Equal runs give equal bits: deterministic kernels, and an engine whose tokens do not depend on what else it
     generates; slower. Needs async_queue_size 0."""
     watchdog_s: Annotated[float, above_zero("everything would count as hung")] = 600.0
-    """Seconds of silence after which an engine or a runner is restarted. When no rollout makes progress for so long, a
-    table shows who waits for whom; the rollouts are restarted after `rollout.timeout_s`."""
+    """Seconds of silence after which an engine or a runner is restarted, and which one call of a weight sync to an
+    engine may take. When no rollout makes progress for so long, a table shows who waits for whom; the rollouts are
+    restarted after `rollout.timeout_s`."""
     max_restarts: Annotated[int, at_least(0, "it is a number of restarts", "Use 0 to stop at the first loss")] = 3
     """Largest number of consecutive restarts, without progress between them, of an engine, a runner, the ranks, or
     (--supervise) the driver."""

@@ -10,6 +10,7 @@
     ├── LostError(RuntimeError)
     │   └── EngineError
     ├── PublicationError(RuntimeError)
+    │   └── SilentEngineError
     ├── TrainingError(RuntimeError)
     │   ├── BreakerError
     │   └── RankLostError (also a LostError)
@@ -68,6 +69,10 @@ class PublicationError(MoltError, RuntimeError):
     def __init__(self, message: str, worker: int | None = None):
         super().__init__(message)
         self.worker = worker
+
+
+class SilentEngineError(PublicationError):
+    """An engine died or did not answer in a weight sync. worker: the first of the engine's workers."""
 
 
 class TrainingError(MoltError, RuntimeError):

@@ -138,7 +138,7 @@ async def learn(run: Run) -> None:
 
         measured = merge([prepared, trained, shaped_reward_metric(rewards, taking_part), proof])
         measured |= adapt_kl(run, measured)
-        numbers = step_numbers(run, groups, measured, clock)
+        numbers = await step_numbers(run, groups, measured, clock)
         await run.records.write(run.step, trained_version, groups, group_advantages, numbers)
         cluster.keepers.release(group.prompt.group_id for group in groups)
         await stop_if_all_is_filtered(run, numbers)
@@ -305,9 +305,9 @@ def adapt_kl(run: Run, measured: dict[str, Metric]) -> dict[str, Metric]:
     return {"train/kl_coef": Metric(used)}
 
 
-def step_numbers(run: Run, groups: list[Group], measured: dict[str, Metric], clock: Clock) -> dict[str, float]:
+async def step_numbers(run: Run, groups: list[Group], measured: dict[str, Metric], clock: Clock) -> dict[str, float]:
     """Every metric of the step as a number."""
-    parts = [measured, clock.metrics(), run.watchdog.take_metrics()]
+    parts = [measured, clock.metrics(), await run.watchdog.take_metrics()]
     parts += [rollout_metrics(group, run.config.reward) for group in groups]
     parts += run.producer.take_metrics()
     numbers = values(merge(parts))

@@ -244,6 +244,10 @@ class Scoring:
     """Scores of the same trajectory that failed before."""
 
 
+PROMPT_TOO_LONG = "prompt_too_long"
+"""The reason of a `ReplaceGroup` whose prompt leaves no room for an answer."""
+
+
 class ReplaceGroup(Exception):
     """Raised by an agent: the prompt's group is not worth training, and another prompt takes its place.
 

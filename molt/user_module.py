@@ -40,7 +40,14 @@ def load_module(path: str, flag: str, error: type[MoltError] = ConfigError) -> M
     sys.modules[spec.name] = module  # dataclasses and pickle look a class's module up there
     try:
         spec.loader.exec_module(module)
-    except Exception as wrong:  # the user's file may raise anything
+    except KeyboardInterrupt:
+        raise
+    except SystemExit as exited:
+        raise error(
+            f"{setting} exits when it is imported ({exited}) at {raised_at(exited)}. Nothing in it could run. Put that "
+            'line under `if __name__ == "__main__":`.'
+        ) from exited
+    except BaseException as wrong:  # the user's file may raise anything
         raise error(
             f"{setting} cannot be imported: {described(wrong)} at {raised_at(wrong)}. Nothing in it could run. Run "
             f"`python {path}` to see the traceback."

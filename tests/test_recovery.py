@@ -36,7 +36,8 @@ PROMPTS = 40
 def faulty(flag: Path, method: str, fault: str):
     """The actor class of a `FakeEngine` on which, at the third call of `method` by any engine, the fault happens once.
 
-    die: the process is gone; hang: neither this call nor any other one is answered; torn: a tensor arrives changed.
+    die: the process is gone; hang: neither this call nor any other one is answered; stuck: this call is not; torn: a
+    tensor arrives changed.
     """
 
     class Faulty(FakeEngine):
@@ -62,6 +63,10 @@ def faulty(flag: Path, method: str, fault: str):
                 os._exit(1)
             self.hung = fault == "hang"
             await self.answer()
+            if fault == "stuck":
+                import asyncio
+
+                await asyncio.sleep(3600)
             if fault == "torn":
                 self.tear(info["path"])
 
@@ -163,6 +168,9 @@ def test_a_killed_engine_comes_back_with_the_published_weights(ray_session, mode
     pytest.param(1, "update_weights", "torn", marks=FULL),
     (2, "update_weights", "torn"),
     (1, "start_weight_update", "hang"),
+    (1, "update_weights", "stuck"),
+    pytest.param(2, "update_weights", "stuck", marks=FULL),
+    pytest.param(2, "commit", "stuck", marks=FULL),
     pytest.param(2, "logprobs", "hang", marks=FULL),
 ])  # fmt: skip
 def test_a_publication_that_an_engine_spoils_is_repeated(ray_session, model_dir, tmp_path, engines, method, fault):
@@ -175,6 +183,9 @@ def test_a_publication_that_an_engine_spoils_is_repeated(ray_session, model_dir,
     assert len(failed) == 1 and failed[0]["attempt"] == 1
     assert len(events(output, "engine_restarted")) == 1 or engines == 2
     assert versions(output) == list(range(11))
+    if fault == "stuck":
+        (lost,) = events(output, "engine_lost")
+        assert f"`{method}` within" in lost["reason"] and "train.watchdog_s" in lost["reason"]
     if fault == "torn":
         assert "tensor 'model.norm.weight' arrived with other bytes" in failed[0]["error"]
 
@@ -258,6 +269,40 @@ def test_a_lost_rank_does_not_hide_that_the_run_is_to_stop(monkeypatch):
     monkeypatch.setattr(recovery, "resume", lose_a_rank)
     with pytest.raises(EngineError, match="restarted 3 times"):
         asyncio.run(recovery.run_to_the_end(run))
+
+
+def test_what_a_watcher_gives_up_with_while_the_ranks_restart_still_stops_the_run(monkeypatch):
+    """The watcher is dead by then: if its error were forgotten, no engine would ever be restarted."""
+    shutdown = Shutdown()
+    done = []
+
+    async def restart_ranks():
+        shutdown.fail(EngineError("engine 0 was restarted 3 times"))
+
+    async def nothing(*args):
+        pass
+
+    def note(name):
+        return lambda *args, **fields: done.append(name)
+
+    async def load(run):
+        done.append("load")
+
+    monkeypatch.setattr(recovery, "load", load)
+    run = SimpleNamespace(
+        shutdown=shutdown,
+        evaluator=SimpleNamespace(drop=note("drop")),
+        cluster=SimpleNamespace(restart_ranks=restart_ranks, keepers=SimpleNamespace(release_all=note("release"))),
+        publisher=SimpleNamespace(forget=note("forget")),
+        checkpoints=SimpleNamespace(settle=nothing, latest=lambda: None),
+        records=SimpleNamespace(abandon=note("abandon")),
+        log=SimpleNamespace(event=note("event")),
+        step=0,
+        version=0,
+    )
+    asyncio.run(recovery.recover(run))
+    assert shutdown.failed and shutdown.immediate.is_set()
+    assert "load" in done and "engine 0 was restarted 3 times" in str(shutdown.error)
 
 
 def test_what_stops_an_evaluation_stops_the_run_which_is_saved(ray_session, model_dir, tmp_path, monkeypatch):

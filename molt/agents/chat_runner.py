@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 
 from molt.agents.env import Result
-from molt.agents.episode import Episode, EpisodeContext, built, call, checked, outcome_of
+from molt.agents.episode import AgentMethods, Episode, EpisodeContext, built, checked, outcome_of
 from molt.agents.harness import Finished, run_harness
 from molt.agents.serving import Serving, judge_of
 from molt.agents.step_runner import CLOSE_S
 from molt.chat.session import Session
 from molt.chat.tree import Node
 from molt.errors import AgentError, did_you_mean
-from molt.types import InfraFailure, Json, Media, PolicyFailure, ReplaceGroup, Turn
+from molt.types import PROMPT_TOO_LONG, InfraFailure, Json, Media, PolicyFailure, ReplaceGroup, Turn
 from molt.user_module import place_of
 
 API_KEY = "molt"
@@ -129,7 +129,11 @@ class ChatAgentRunner(Serving):
         self.agent_class = agent_class
 
     async def run(self, context: EpisodeContext) -> Episode:
-        """One episode. Raises `InfraFailure` when the engines fail; anything the agent raises passes through."""
+        """One episode.
+
+        Raises `InfraFailure` when the engines fail, and `ReplaceGroup` when the agent gave up because its first prompt
+        leaves no room for an answer; anything else that the agent raises passes through.
+        """
         server = await self.server()
         episode = Episode()
 
@@ -160,14 +164,20 @@ class ChatAgentRunner(Serving):
     async def _play(self, ctx: ChatContext, session: Session, judge: Session, episode: Episode) -> None:
         """Run the agent until it ends or an engine fails, and set the outcome of the episode."""
         agent = built(self.agent_class)
-        work = asyncio.create_task(call(agent, "run", ctx))
+        methods = AgentMethods(agent)
+        work = asyncio.create_task(methods.call("run", ctx))
         failed = asyncio.create_task(session.failed.wait())
         try:
             await asyncio.wait({work, failed}, return_when=asyncio.FIRST_COMPLETED)
             for each in (session, judge):
                 if each.failure is not None:
                     raise each.failure
-            if _ran_out(work.exception(), session):
+            gave_up = _gave_up(work.exception())
+            if gave_up and session.policy_refusal is not None:
+                raise PolicyFailure(0.0, session.policy_refusal)
+            elif gave_up and session.out_of_context and not session.tree.nodes:
+                raise ReplaceGroup(PROMPT_TOO_LONG, session.refusal)
+            elif gave_up and session.out_of_context:
                 episode.cut = "length"  # what was earned stands, and here that is nothing before the end
             else:
                 result = checked(await work, agent)
@@ -179,6 +189,7 @@ class ChatAgentRunner(Serving):
             for task in (work, failed):
                 task.cancel()
             await asyncio.wait({work, failed}, timeout=CLOSE_S)
+            methods.end()
             if work.done() and not work.cancelled():
                 work.exception()  # retrieved: what an agent raises after its engine has failed does not matter
 
@@ -202,11 +213,9 @@ def _chat_context(context: EpisodeContext, session: Session, *, base_url: str, j
     )
 
 
-def _ran_out(error: BaseException | None, session: Session) -> bool:
-    """Whether an agent gave up because its context is full: it had answers, and was refused the last one."""
-    if not isinstance(error, Exception) or isinstance(error, PolicyFailure | InfraFailure | ReplaceGroup):
-        return False
-    return session.out_of_context and bool(session.tree.nodes)
+def _gave_up(error: BaseException | None) -> bool:
+    """Whether an agent ended with an error that says nothing of its reason: a refused call may be it."""
+    return isinstance(error, Exception) and not isinstance(error, PolicyFailure | InfraFailure | ReplaceGroup)
 
 
 def _add_samples(episode: Episode, session: Session) -> None:

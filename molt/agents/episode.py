@@ -6,11 +6,14 @@ Ray or training.
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol, TypedDict, TypeVar
 
 from molt.agents.env import Env, Result, info_numbers
+from molt.agents.own_thread import OwnThread
+from molt.agents.user_errors import contained
 from molt.chat.chat_renderer import ChatRenderer
 from molt.chat.render import Renderer
 from molt.chat.tree import Tree
@@ -135,9 +138,13 @@ class Episode:
 
 
 def built(agent_class: Callable[[], Agent]) -> Agent:
-    """An agent for one episode. Raises `AgentError` if its constructor needs arguments."""
+    """An agent for one episode.
+
+    Raises `AgentError` if its constructor needs arguments; the errors that it raises itself pass through.
+    """
     try:
-        return agent_class()
+        with contained():
+            return agent_class()
     except TypeError as error:
         problem = _misfit(agent_class)
         if problem is None:  # the constructor itself raised it
@@ -149,28 +156,50 @@ def built(agent_class: Callable[[], Agent]) -> Agent:
         ) from error
 
 
-async def call(agent: object, method: str, *arguments: object) -> Any:
-    """What a method of an agent returns.
+class AgentMethods:
+    """The methods of one agent: an `async def` runs in the event loop, a plain `def` in a thread of the episode."""
 
-    Raises `AgentError` if it does not take these arguments or is no coroutine; what it raises itself passes through.
-    """
-    function = getattr(agent, method)
-    fix = f"Write `async def {METHODS[method]}`."
-    try:
-        answer = function(*arguments)
-    except TypeError as error:
-        problem = _misfit(function, *arguments)
-        if problem is None:  # the method itself raised it
-            raise
-        raise AgentError(
-            f"{described_method(agent, method)} cannot be called ({problem}): no episode could end. {fix}"
-        ) from error
-    if not inspect.isawaitable(answer):
-        raise AgentError(
-            f"{described_method(agent, method)} is no coroutine, it returned a {type(answer).__name__} at once: molt "
-            f"awaits it, so that other episodes go on meanwhile. {fix}"
-        )
-    return await answer
+    def __init__(self, agent: object):
+        self.agent = agent
+        self._thread = OwnThread(f"molt-{type(agent).__name__}")
+
+    async def call(self, method: str, *arguments: object) -> Any:
+        """What a method returns.
+
+        Raises `AgentError` if it does not take these arguments, and `InfraFailure` for what is no `Exception`; the
+        errors that it raises itself pass through.
+        """
+        function = getattr(self.agent, method)
+        try:
+            with contained():
+                return await self._answer(function, arguments)
+        except TypeError as error:
+            problem = _misfit(function, *arguments)
+            if problem is None:  # the method itself raised it
+                raise
+            raise AgentError(
+                f"{described_method(self.agent, method)} cannot be called ({problem}): no episode could end. Write "
+                f"`async def {METHODS[method]}`."
+            ) from error
+
+    def end(self) -> None:
+        """The episode is over; a method that still runs in the thread is left behind."""
+        self._thread.end()
+
+    async def _answer(self, function: Callable[..., Any], arguments: Sequence[object]) -> Any:
+        if _is_coroutine_function(function):
+            return await function(*arguments)
+        answer = await self._thread.call(function, *arguments)
+        if inspect.isawaitable(answer):  # a `def` that returns a coroutine
+            return await answer
+        return answer
+
+
+def _is_coroutine_function(function: Any) -> bool:
+    """Whether calling it only makes a coroutine. Decorators that name what they wrap are looked through."""
+    while isinstance(function, partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(inspect.unwrap(function))
 
 
 def _misfit(function: Callable[..., object], *arguments: object) -> str | None:

@@ -55,7 +55,9 @@ def load_runner(agent_path: str) -> Runner:
         )
     try:
         return runner_class()
-    except Exception as error:  # the user's constructor may raise anything
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # the user's constructor may raise anything, and exit
         raise AgentError(
             f"`AgentRunner` in {agent_path} cannot be built: {error!r}. No episode could start. It takes no arguments."
         ) from error

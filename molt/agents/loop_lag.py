@@ -17,7 +17,7 @@ LAG_S = 0.05
 """Between two measurements of an event loop's lag."""
 LOOK_S = 0.5
 """Between two looks of a thread at a loop."""
-BLOCKED_S = 5.0
+BLOCKED_S = 3.0
 """Longer blocks are reported while they last."""
 QUIET_S = 300.0
 """The same line is not reported twice within this time."""
@@ -63,9 +63,11 @@ class LoopLag:
     """How much later than requested an event loop wakes a sleeper: code that blocks it blocks every rollout."""
 
     def __init__(self) -> None:
-        self.worst_s = 0.0
-        self.worst_blocked_s = 0.0
         self.ended = threading.Event()
+        self._worst_s = 0.0
+        self._worst_blocked_s = 0.0
+        self._lock = threading.Lock()
+        """Held to change the two numbers: several threads do."""
         self._mark: Mark | None = None
         """None while nothing is measured."""
 
@@ -83,24 +85,34 @@ class LoopLag:
             self.ended.set()
 
     def take_s(self) -> float:
-        """Seconds, the worst since the last call."""
-        worst = self.worst_s
-        self.worst_s = 0.0
-        return worst
+        """Seconds, the worst since the last call, with a delay that lasts. Any thread may ask."""
+        mark = self._mark
+        lasting = 0.0 if mark is None else time.monotonic() - mark.time - LAG_S
+        with self._lock:
+            worst = self._worst_s
+            self._worst_s = 0.0
+        return max(worst, lasting)
 
     def take_blocked_s(self) -> float:
         """As `take_s`, without the time in which the machine had no core for the loop."""
-        worst = self.worst_blocked_s
-        self.worst_blocked_s = 0.0
-        return worst
+        mark = self._mark
+        lasting = 0.0 if mark is None else _blocked_s(mark)
+        with self._lock:
+            worst = self._worst_blocked_s
+            self._worst_blocked_s = 0.0
+        return max(worst, lasting)
+
+    def lost_its_thread(self) -> bool:
+        """Whether the thread of the loop ended while it was measured. Another thread may ask."""
+        mark = self._mark
+        return mark is not None and mark.thread not in sys._current_frames()
 
     def blocked(self, after_s: float) -> Block | None:
         """What has blocked the loop for longer than `after_s` and still does. Another thread may ask."""
         mark = self._mark
         if mark is None:
             return None
-        waited = waited_for_core_s(mark.native_thread) - mark.waited_s
-        seconds = time.monotonic() - mark.time - LAG_S - waited
+        seconds = _blocked_s(mark)
         if seconds <= after_s:
             return None
         frame = sys._current_frames().get(mark.thread)
@@ -114,8 +126,9 @@ class LoopLag:
     def _compare(self, before: Mark, mark: Mark) -> None:
         lag = mark.time - before.time - LAG_S
         waited = mark.waited_s - before.waited_s
-        self.worst_s = max(self.worst_s, lag)
-        self.worst_blocked_s = max(self.worst_blocked_s, lag - waited)
+        with self._lock:
+            self._worst_s = max(self._worst_s, lag)
+            self._worst_blocked_s = max(self._worst_blocked_s, lag - waited)
 
     def _marked(self) -> Mark:
         native_thread = threading.get_native_id()
@@ -126,6 +139,12 @@ class LoopLag:
             waited_s=waited_for_core_s(native_thread),
         )
         return self._mark
+
+
+def _blocked_s(mark: Mark) -> float:
+    """How long the loop has been late since its mark, without the time in which there was no core for it."""
+    waited = waited_for_core_s(mark.native_thread) - mark.waited_s
+    return time.monotonic() - mark.time - LAG_S - waited
 
 
 class BlockReporter:
@@ -149,12 +168,20 @@ class BlockReporter:
         return block
 
 
-def report_from_thread(lag: LoopLag, report: Callable[[Block], None]) -> threading.Thread:
-    """Start a thread that looks at the loop as long as it is measured, and calls `report` there."""
+def report_from_thread(
+    lag: LoopLag, report: Callable[[Block], None], on_lost_loop: Callable[[], None]
+) -> threading.Thread:
+    """Start a thread that looks at the loop as long as it is measured, and calls `report` there.
+
+    on_lost_loop: called there once, when the loop's thread ended though it was measured.
+    """
     reporter = BlockReporter(lag)
 
     def watch() -> None:
         while not lag.ended.wait(LOOK_S):
+            if lag.lost_its_thread():
+                on_lost_loop()
+                return
             block = reporter.look()
             if block is not None:
                 report(block)

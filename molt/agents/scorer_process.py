@@ -34,6 +34,7 @@ from typing import Any
 
 from molt.agents.env import Result, info_numbers
 from molt.agents.trajectory import Trajectory
+from molt.agents.user_errors import contain_tasks
 from molt.errors import AgentError, MoltError, described, did_you_mean
 from molt.types import InfraFailure, Json, PolicyFailure
 from molt.user_module import load_module, raised_at
@@ -219,6 +220,7 @@ def serve_in_turn(scorer: Scorer, channel: Channel) -> None:
 async def serve_overlapping(scorer: Scorer, channel: Channel) -> None:
     """Calls of a coroutine function side by side, until the parent closes the pipe."""
     loop = asyncio.get_running_loop()
+    contain_tasks(loop)  # an exit in one call's task would end those of all
     requests: asyncio.Queue[Json | None] = asyncio.Queue()
 
     def read_all() -> None:
@@ -325,9 +327,6 @@ def main(path: str, parent: int) -> None:
         scorer = load_scorer(path)
     except MoltError as error:
         channel.write({"error": str(error)})
-        return
-    except SystemExit as error:
-        channel.write({"error": f"`reward.scorer` (={path}) exits when it is imported ({error}). Remove that line."})
         return
 
     channel.write({"judge": scorer.wants_judge, "overlaps": scorer.overlaps, "digest": scorer.digest})

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from molt.agents.env import Env, Result
-from molt.agents.episode import Episode, EpisodeContext, built, call, checked, described_method, outcome_of
+from molt.agents.episode import AgentMethods, Episode, EpisodeContext, built, checked, described_method, outcome_of
 from molt.agents.serving import Serving
 from molt.agents.trajectory import as_messages
 from molt.chat.chat_renderer import Parsed
 from molt.chat.messages import read_messages
 from molt.chat.protocol import ToolCall
 from molt.errors import AgentError
-from molt.types import CutReason, InfraFailure, Json, PolicyFailure, Turn
+from molt.types import PROMPT_TOO_LONG, CutReason, Json, PolicyFailure, ReplaceGroup, Turn
 
 CLOSE_S = 30.0
 """What an environment may take to close."""
@@ -39,29 +39,39 @@ class StepEnvRunner(Serving):
         return self.judge
 
     async def run(self, context: EpisodeContext) -> Episode:
-        """One episode. Raises `InfraFailure` for a non-finite reward; anything the env raises passes through."""
+        """One episode.
+
+        Raises `InfraFailure` for a non-finite reward, and `ReplaceGroup` for a first prompt without room for an answer;
+        anything the env raises passes through.
+        """
         env = built(self.env_class)
+        methods = AgentMethods(env)
         episode = Episode()
         try:
             if self.judge:
                 async with self.judge_url(context) as judge_url:
-                    await self._play(env, context, episode, {"judge_url": judge_url})
+                    await self._play(env, methods, context, episode, {"judge_url": judge_url})
             else:
-                await self._play(env, context, episode, {})
+                await self._play(env, methods, context, episode, {})
         except PolicyFailure as failure:
             episode.outcome = outcome_of(failure, env)
         finally:
-            async with asyncio.timeout(CLOSE_S):  # it also runs when the rollout's deadline has passed
-                await call(env, "close")
+            try:
+                async with asyncio.timeout(CLOSE_S):  # it also runs when the rollout's deadline has passed
+                    await methods.call("close")
+            finally:
+                methods.end()
         episode.turns = episode.with_turn_rewards()
         return episode
 
-    async def _play(self, env: Env, context: EpisodeContext, episode: Episode, judge: dict[str, str]) -> None:
+    async def _play(
+        self, env: Env, methods: AgentMethods, context: EpisodeContext, episode: Episode, judge: dict[str, str]
+    ) -> None:
         """Alternate between model and environment until one of them, or a limit, ends the episode.
 
-        judge: what the state has of a judge.
+        methods: of `env`. judge: what the state has of a judge.
         """
-        state = await self._reset(env, context, judge)
+        state = await self._reset(env, methods, context, judge)
         ids = _first_ids(env, context, state["prompt"])
         episode.messages = as_messages(state["prompt"])
         turn_limit: int | None = None  # `max_new_tokens` of the next turn, set by the environment
@@ -70,7 +80,7 @@ class StepEnvRunner(Serving):
             room = context.max_len - len(ids)
             if room <= 0 and not episode.turns:
                 detail = f"reset left a prompt of {len(ids):,} tokens, data.max_len is {context.max_len:,}"
-                raise InfraFailure("prompt_too_long", detail)
+                raise ReplaceGroup(PROMPT_TOO_LONG, detail)
             if room <= 0:  # out of context: what was earned stands
                 episode.cut = "length"
                 return
@@ -85,7 +95,7 @@ class StepEnvRunner(Serving):
             episode.messages.append(_answer(state, calls))
             episode.cut = "length" if turn.finish_reason == "length" else None  # also if `step` raises PolicyFailure
 
-            result = checked(await call(env, "step", state), env)
+            result = checked(await methods.call("step", state), env)
             episode.add(result)
             last_turn = len(episode.turns) == context.max_turns
             if result.ends or last_turn:
@@ -101,7 +111,7 @@ class StepEnvRunner(Serving):
                 ids = _with_message(env, [*ids, *sampled], turn, result, context)
                 episode.messages.append({"role": "user", "content": result.observation})
 
-    async def _reset(self, env: Env, context: EpisodeContext, judge: dict[str, str]) -> Json:
+    async def _reset(self, env: Env, methods: AgentMethods, context: EpisodeContext, judge: dict[str, str]) -> Json:
         """The state that the episode starts from."""
         prompt = context.prompt
         first_prompt = prompt.text if prompt.messages is None else prompt.messages
@@ -114,7 +124,7 @@ class StepEnvRunner(Serving):
             "given": copy.deepcopy(context.given),
             **judge,
         }
-        state = await call(env, "reset", first_state)
+        state = await methods.call("reset", first_state)
         if not isinstance(state, dict) or "prompt" not in state:
             raise AgentError(
                 f"{described_method(env, 'reset')} returned {type(state).__name__} without a `prompt`: there is "

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from molt.chat.protocol import ChatError, Message
+from molt.chat.protocol import ChatError, Message, PolicyRefusal
 from molt.errors import ConfigError
 from molt.hub import only_local
 from molt.types import Media
@@ -133,9 +133,11 @@ class ImageReader:
         for image in media:
             inside += ids[image.start : image.start + image.length].count(self.token_id)
         if ids.count(self.token_id) != inside:
-            raise _refused(
+            raise PolicyRefusal(
+                400,
+                "invalid_request",
                 "the model has sampled the token of an image itself, which cannot be told from an image: the "
-                "conversation cannot go on. Start a new one."
+                "conversation cannot go on. Start a new one.",
             )
 
     def _tokens(self, image: "Image.Image") -> list[int]:

@@ -136,3 +136,7 @@ class ChatError(Exception):
         self.status = status
         self.code = code
         self.message = message
+
+
+class PolicyRefusal(ChatError):
+    """A refusal because of what the policy itself has sampled before: no client could have avoided it."""

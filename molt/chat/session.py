@@ -16,7 +16,7 @@ from molt.chat.chat_renderer import ChatRenderer
 from molt.chat.images import read_images
 from molt.chat.messages import name_results
 from molt.chat.off_loop import LIGHT_BYTES, LIGHT_TEXT, LIGHT_TOKENS, aside
-from molt.chat.protocol import Answer, ChatError, ChatReply, ChatRequest, Message
+from molt.chat.protocol import Answer, ChatError, ChatReply, ChatRequest, Message, PolicyRefusal
 from molt.chat.reading import ReadTurn, read_structured, read_turn
 from molt.chat.stored_responses import StoredResponses
 from molt.chat.tree import Match, Tree
@@ -95,6 +95,10 @@ class Session:
     responses: StoredResponses = field(default_factory=StoredResponses)
     refusals: Counter[str] = field(default_factory=Counter)
     """What was refused, in words, and how often; the first `MAX_REFUSALS` kinds."""
+    refusal: str = ""
+    """Why the last prompt that did not fit was refused."""
+    policy_refusal: str | None = None
+    """Why the conversation cannot go on after what the policy has sampled."""
     failure: InfraFailure | None = None
     """Ends the episode: whoever runs it waits for `failed`."""
     failed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -162,6 +166,9 @@ class Session:
         if self.failure is None:
             try:
                 return await self._sample(request)
+            except PolicyRefusal as error:
+                self.policy_refusal = error.message
+                raise
             except ChatError:
                 raise
             except Exception as error:  # fault boundary: one engine request, and the record of it
@@ -279,6 +286,7 @@ class Session:
             if self._is_main(matched.match, request):
                 self.out_of_context = True
             why = f"prompt is too long: {len(ids)} tokens > {self.max_len} maximum"
+            self.refusal = why
             refuse(why, code="context_length_exceeded")
 
     def _require_possible(self, request: ChatRequest) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from molt.agents.loop_lag import BlockReporter, LoopLag
 from molt.agents.step_runner import CLOSE_S
+from molt.agents.user_errors import contain_tasks
 from molt.errors import AgentError, MoltError, described
 from molt.types import InfraFailure, ReplaceGroup
 from molt.user_module import raised_at, running_at
@@ -167,6 +168,7 @@ class _EpisodeThread(threading.Thread):
         return f", at {place}"
 
     async def _play_watched(self) -> "Episode":
+        contain_tasks(asyncio.get_running_loop())
         measuring = asyncio.create_task(self.lag.run())
         await asyncio.sleep(0)  # the first mark
         try:

@@ -4,12 +4,13 @@ docs/architecture.md, "Publication", says what the proofs are.
 """
 
 import asyncio
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
 
-from molt.errors import EngineError, PublicationError
+from molt.errors import EngineError, PublicationError, SilentEngineError
 from molt.publish.proof import (
     Digests,
     Receipt,
@@ -64,6 +65,10 @@ class Engines(Protocol):
         """By engine, log-probs, float32 `[T]`, of each sequence."""
         ...
 
+    def give_up(self, engine: int, reason: str) -> None:
+        """The engine takes part no more until it is a new one."""
+        ...
+
     async def examine(self, suspects: Iterable[int] = ()) -> bool:
         """Whether an engine is given up: a suspect, or one that does not answer."""
         ...
@@ -114,12 +119,19 @@ class Publisher:
                 if attempt == MAX_ATTEMPTS or not lost_an_engine:
                     raise
                 self.forget()
-                self.on_event("publication_failed", version=version, attempt=attempt, error=_message(error))
+                message = _message(error)
+                self.on_event("publication_failed", version=version, attempt=attempt, error=message)
+                print(f"weight sync of version {version} is repeated: {message}", file=sys.stderr)
         raise AssertionError("unreachable")
 
     async def _lost_an_engine(self, error: Exception) -> bool:
         """Whether an engine explains the error: it is given up, so another attempt may succeed with the others."""
-        if await self.engines.examine(self._suspects(error)):
+        suspects = self._suspects(error)
+        if isinstance(error, SilentEngineError):
+            for engine in suspects:
+                self.engines.give_up(engine, _message(error))
+            suspects = []
+        if await self.engines.examine(suspects):
             return True
         return self.engines.present != self.connected
 

@@ -1,6 +1,7 @@
 """What runs in the process of a runner: the user's agent, and the rollouts of many groups at once."""
 
 import asyncio
+import os
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -14,13 +15,14 @@ from molt.agents.load import load_runner
 from molt.agents.loop_lag import Block, LoopLag, report_from_thread
 from molt.agents.scheme import Scheme, load_scheme
 from molt.agents.step_runner import CLOSE_S
+from molt.agents.user_errors import contain_tasks, failure_of
 from molt.chat.chat_renderer import ChatRenderer, load_chat_renderer
 from molt.chat.render import load_renderer
 from molt.config import PromptDataConfig, RewardConfig, RolloutConfig
 from molt.errors import UnusableRow
 from molt.rollout.attempt import Attempt
 from molt.rollout.engine_pool import EnginePool
-from molt.rollout.fault_boundary import failure_of, plain_replacement, task_is_cancelled, without_user_types
+from molt.rollout.fault_boundary import plain_replacement, task_is_cancelled, without_user_types
 from molt.rollout.group_progress import GroupProgress, RolloutProgress, Stage, begun_rollouts, new_rollouts
 from molt.rollout.group_run import GroupRun, PlayedRollout
 from molt.rollout.group_task import GroupResult, GroupTask
@@ -96,16 +98,15 @@ class AgentHost:
 
     async def ready(self) -> None:
         """Answers when the constructor is done, and the scorer, if there is one, is loaded. Raises `AgentError`."""
+        self._watch_loop()
         if self.reward is not None:
             await self.reward.ready()
 
     async def states(self) -> tuple[list[RolloutState], LoopTimes]:
         """Every rollout in flight, and the worst delays of the event loop since the last call."""
-        if self._lag_task is None:
-            self._lag_task = asyncio.create_task(self.lag.run())
-            report_from_thread(self.lag, self._report_block)
+        self._watch_loop()
         states = [attempt.state(self.name) for attempt in self.attempts]
-        return states, LoopTimes(lag_s=self.lag.take_s(), blocked_s=self.lag.take_blocked_s())
+        return states, self._take_loop_times()
 
     async def blocks(self) -> list[Block]:
         """What blocked the event loop since the last call, or does now.
@@ -116,6 +117,34 @@ class AgentHost:
         while self._blocks:
             blocks.append(self._blocks.pop(0))
         return blocks
+
+    async def loop_times(self) -> LoopTimes:
+        """The worst delays of the event loop since the last call, with one that lasts; in another thread, as `blocks`.
+
+        Each delay is in the answer of this method or of `states`.
+        """
+        return self._take_loop_times()
+
+    def _take_loop_times(self) -> LoopTimes:
+        return LoopTimes(lag_s=self.lag.take_s(), blocked_s=self.lag.take_blocked_s())
+
+    def _watch_loop(self) -> None:
+        """From the first call on, no task can end the event loop, and what blocks it is measured and reported."""
+        if self._lag_task is not None:
+            return
+        contain_tasks(asyncio.get_running_loop())
+        self._lag_task = asyncio.create_task(self.lag.run())
+        report_from_thread(self.lag, self._report_block, self._end_without_loop)
+
+    def _end_without_loop(self) -> None:
+        """The event loop has ended, so nothing would ever be answered: the driver starts a new process at once."""
+        print(
+            f"{self.name}: the event loop has ended, and with it all rollouts of this runner, which ends too. Look for "
+            "`sys.exit` in a callback of the agent.",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)
 
     def _report_block(self, block: Block) -> None:
         self._blocks.append(block)
@@ -137,6 +166,7 @@ class AgentHost:
         begun, samples: what an earlier call answered, for a group whose scores failed. The samples are a second value,
         so that the driver owns them: they outlive this process.
         """
+        self._watch_loop()
         unusable = self._unusable(task)
         if unusable is not None:
             return GroupResult([], unusable=unusable), []
@@ -272,7 +302,9 @@ class AgentHost:
             raise
         except TimeoutError:
             raise InfraFailure("scorer_busy", f"no score within {limit_s:g} s. Raise --reward.num_scorers") from None
-        except Exception as error:  # fault boundary: one score
+        except BaseException as error:  # fault boundary: one score
+            if isinstance(error, GeneratorExit) or task_is_cancelled():
+                raise
             raise failure_of(error) from error
         finally:
             self.pool.forget(attempt.rollout)
@@ -302,8 +334,8 @@ class AgentHost:
                 return await self.runner.run(context)
         except (InfraFailure, ReplaceGroup):
             raise
-        except (Exception, asyncio.CancelledError) as error:  # fault boundary: one rollout
-            if task_is_cancelled():
+        except BaseException as error:  # fault boundary: one rollout
+            if isinstance(error, GeneratorExit) or task_is_cancelled():
                 raise  # otherwise the cancellation is one of the agent's tasks
             if isinstance(error, TimeoutError) and deadline.expired():  # otherwise it is a time limit of the agent
                 raise InfraFailure("timeout", f"no end within rollout.timeout_s (={timeout_s:g})") from None

@@ -63,7 +63,9 @@ class EngineGroup:
         max_restarts: int = 3,
         on_event: Callable[..., None] = ignore_event,
     ):
-        """timeout_s: for the calls of a weight sync. silence_s: an engine silent for longer is restarted.
+        """timeout_s: for a call of a weight sync; an engine that takes longer is lost, even if others reach it.
+
+        silence_s: an engine silent for longer is restarted.
 
         max_restarts: of one engine, without a weight sync in between. on_event: called with the kind of an event and
         its fields by name.
@@ -113,13 +115,14 @@ class EngineGroup:
 
     async def commit(self, version: int, engines: Iterable[int]) -> list[Receipt]:
         """End a weight sync; the receipts of all workers, engine by engine."""
-        receipts = await self._answers([record.handle.commit.remote(version) for record in self._select(engines)])
+        records = self._select(engines)
+        receipts = await self._answers("commit", records, [record.handle.commit.remote(version) for record in records])
         return [receipt for per_engine in receipts for receipt in per_engine]
 
     async def resume(self, engines: Iterable[int]) -> None:
         """Let `engines`, which have the trainer's weights, serve."""
         records = self._select(engines)
-        await self._answers([record.handle.resume.remote() for record in records])
+        await self._answers("resume", records, [record.handle.resume.remote() for record in records])
         for record in records:
             record.restarts_since_weights = 0
             if record.state is EngineState.WAITING_FOR_WEIGHTS:
@@ -127,12 +130,25 @@ class EngineGroup:
 
     async def logprobs(self, sequences: list[list[int]], engines: Iterable[int]) -> list[list[np.ndarray]]:
         """The probe's log-probs float32 `[T]` of every sequence, engine by engine."""
-        return await self._answers([record.handle.logprobs.remote(sequences) for record in self._select(engines)])
+        records = self._select(engines)
+        calls = [record.handle.logprobs.remote(sequences) for record in records]
+        return await self._answers("logprobs", records, calls)
 
     async def complete(self, prompts: list[list[int]], sampling: Sampling) -> list[list[int]]:
         """The ids of each prompt and of one turn of the first engine."""
-        complete = self._records[0].handle.complete
-        return await self._answers([complete.remote(f"complete-{i}", ids, sampling) for i, ids in enumerate(prompts)])
+        first = self._records[0]
+        calls = [first.handle.complete.remote(f"complete-{i}", ids, sampling) for i, ids in enumerate(prompts)]
+        try:
+            async with asyncio.timeout(self.start_timeout_s):
+                return await asyncio.gather(*calls)
+        except (TimeoutError, RayError) as error:
+            raise _engine_error(
+                f"engine 0 is dead, or did not answer within {self.start_timeout_s:.0f} s", error
+            ) from error
+
+    def give_up(self, engine: int, reason: str) -> None:
+        """The engine is of no use, though it may answer: `watch` restarts it."""
+        self._lose(self._records[engine], reason)
 
     async def watch(self) -> None:
         """Restart every engine that is dead or silent, for ever.
@@ -258,16 +274,33 @@ class EngineGroup:
             await asyncio.sleep(HEARTBEAT_S / 2)
         await engine.start.remote()
 
-    async def _answers(self, calls: Sequence["ray.ObjectRef[Answer]"]) -> list[Answer]:
-        """The answers of all calls. Raises `EngineError` when one fails, or after `timeout_s`."""
+    async def _answers(
+        self, method: str, records: Sequence[EngineRecord], calls: Sequence["ray.ObjectRef[Answer]"]
+    ) -> list[Answer]:
+        """The answers of all calls, one per record.
+
+        Raises `EngineError` when one fails, or after `timeout_s`; the engines that have not answered by then are lost.
+        """
+        tasks = [asyncio.ensure_future(call) for call in calls]
         try:
             async with asyncio.timeout(self.timeout_s):
-                return await asyncio.gather(*calls)
-        except (TimeoutError, RayError) as error:
-            raise EngineError(
-                f"an engine is dead, or did not answer within {self.timeout_s:.0f} s. If this stops the run, fix what "
-                f"its output says, then resume with --ckpt.load_enable. The error: {last_line(error)}"
-            ) from error
+                return await asyncio.gather(*tasks)
+        except TimeoutError as error:
+            silent = [record for record, task in zip(records, tasks, strict=True) if task.cancelled()]
+            reason = f"no answer to `{method}` within train.watchdog_s (={self.timeout_s:g})"
+            for record in silent:
+                self._lose(record, reason)
+            numbers = ", ".join(str(record.index) for record in silent)
+            raise _engine_error(f"engines {numbers}: {reason}", error) from error
+        except RayError as error:
+            raise _engine_error(f"an engine is dead, or failed in `{method}`", error) from error
+
+
+def _engine_error(what: str, error: Exception) -> EngineError:
+    return EngineError(
+        f"{what}. If this stops the run, fix what its output says, then resume with --ckpt.load_enable. The error: "
+        f"{last_line(error)}"
+    )
 
 
 def _set_if(event: asyncio.Event, condition: bool) -> None:

@@ -3,7 +3,7 @@
 from collections import Counter, deque
 from collections.abc import Sequence
 
-from molt.errors import FailureRateError
+from molt.errors import FailureRateError, plural
 from molt.types import InfraFailure
 
 MIN_ATTEMPTS = 50
@@ -26,24 +26,47 @@ class FailureWindow:
         """How many of `recent` failed."""
 
     def add(self, failures: Sequence[InfraFailure], *, succeeded: bool) -> None:
-        """Count the attempts at one rollout: its failures, and the one that succeeded, if any. Raises like `check`."""
+        """Count the attempts at one rollout: its failures, and the one that succeeded, if any.
+
+        A rollout that failed in every attempt counts once: otherwise a prompt that always fails would weigh as much as
+        several that do not. Raises `FailureRateError` if too many failed.
+        """
         for failure in failures:
             self.details[failure.reason] = failure.detail
-            self._append(failure.reason)
         if succeeded:
+            for failure in failures:
+                self._append(failure.reason)
             self._append(None)
-        self.check(MIN_ATTEMPTS)
+        elif failures:
+            self._append(failures[-1].reason)
+        self._check()
 
-    def check(self, min_attempts: int) -> None:
-        """Raise `FailureRateError` with a table of reasons if too many of at least `min_attempts` failed."""
-        attempts = len(self.recent)
-        if attempts < min_attempts or self.failed <= self.limit * attempts:
+    def check_lost(self, *, lost: int, complete: int) -> None:
+        """Raise `FailureRateError` if too many groups were lost in a run that was too short for `add` to say so.
+
+        lost: groups of which a rollout failed in every attempt. complete: the other groups.
+        """
+        groups = lost + complete
+        if len(self.recent) >= MIN_ATTEMPTS or lost <= self.limit * groups:
             return
-        raise FailureRateError(
+        raise self._error(
+            f"{plural(lost, 'group')} of {groups} had a rollout that failed in every attempt, above "
+            f"rollout.max_failure_rate (={self.limit:g}). What could be trained is trained and saved."
+        )
+
+    def _check(self) -> None:
+        attempts = len(self.recent)
+        if attempts < MIN_ATTEMPTS or self.failed <= self.limit * attempts:
+            return
+        raise self._error(
             f"{self.failed} of the last {attempts} rollout attempts failed, above rollout.max_failure_rate "
-            f"(={self.limit:g}). Training on would see a biased part of the task, so the run stops; nothing that "
-            f"failed was trained. Fix the agent or the engine, then resume with --ckpt.load_enable. By reason:\n"
-            f"{self._table()}"
+            f"(={self.limit:g}). Training on would see a biased part of the task, so the run stops."
+        )
+
+    def _error(self, what: str) -> FailureRateError:
+        return FailureRateError(
+            f"{what} Nothing that failed was trained. Fix the agent or the engine, then resume with "
+            f"--ckpt.load_enable. By reason:\n{self._table()}"
         )
 
     def _append(self, reason: str | None) -> None:

@@ -6,8 +6,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from molt.agents.scheme import Conversation, Decode, FinishedRollout, Scheme, SchemeTask
+from molt.agents.user_errors import failure_of
 from molt.errors import AgentError
-from molt.rollout.fault_boundary import failure_of, plain_replacement, task_is_cancelled, without_user_types
+from molt.rollout.fault_boundary import plain_replacement, task_is_cancelled, without_user_types
 from molt.rollout.group_task import GroupResult, GroupTask
 from molt.types import InfraFailure, Json, Prompt, ReplaceGroup, RolloutInfo, Sample, Turn
 
@@ -75,8 +76,8 @@ class GroupRun:
             raise
         except InfraFailure as failure:
             return without_user_types(failure)
-        except (Exception, asyncio.CancelledError) as error:  # fault boundary: the scheme of one group
-            if task_is_cancelled():
+        except BaseException as error:  # fault boundary: the scheme of one group
+            if isinstance(error, GeneratorExit) or task_is_cancelled():
                 raise
             if isinstance(error, TimeoutError) and deadline.expired():
                 return InfraFailure("timeout", f"the scheme did not end within {self.limit_s:g} s")

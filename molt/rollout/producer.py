@@ -34,7 +34,6 @@ from molt.rollout.failures import MIN_WINDOW, FailureWindow
 from molt.rollout.group_task import GroupResult, GroupTask, group_task
 from molt.rollout.replacement import (
     FILTERED,
-    PROMPT_TOO_LONG,
     TOO_FEW_LEFT,
     UNUSABLE_ROW,
     Replacement,
@@ -43,7 +42,7 @@ from molt.rollout.replacement import (
     of_user,
 )
 from molt.rollout.shutdown import Shutdown
-from molt.types import EMPTY_LEDGER, Group, InfraFailure, Ledger, Metric, OnEvent, Prompt, RolloutInfo
+from molt.types import EMPTY_LEDGER, PROMPT_TOO_LONG, Group, InfraFailure, Ledger, Metric, OnEvent, Prompt, RolloutInfo
 
 STARTS = 32
 """Groups that start in one callback of the event loop."""
@@ -152,6 +151,8 @@ class Producer:
         """Prompts that a checkpoint had in flight: they start before new ones."""
         self.lost: list[Prompt] = []
         """Discarded because the infrastructure failed; a run that stops for it gives them another chance."""
+        self.complete = 0
+        """Groups of which every rollout had a result, since the start or the last resume."""
         self.failures = self._new_window()
         self.metrics: list[dict[str, Metric]] = []
         self._changed = asyncio.Event()
@@ -222,6 +223,8 @@ class Producer:
         for group in groups:
             self._leave(group)
         self.step = step
+        if self.done:
+            self._check_lost()
         self._notify()
 
     def begin_again(self, groups: Sequence[Group]) -> None:
@@ -270,6 +273,7 @@ class Producer:
         self.open = {}
         self.tally = Tally()
         self.lost = []
+        self.complete = len(finished)
         self.failures = self._new_window()
         self.replacements.forget()
         self.metrics = []
@@ -323,8 +327,19 @@ class Producer:
         del self.open[group.prompt.group_id]
         self.tally.remove(group)
 
+    def _check_lost(self) -> None:
+        """At the end of the stream: a short run that mostly failed must not end as a success.
+
+        Only then, so that what did not fail is trained first.
+        """
+        try:
+            self.failures.check_lost(lost=len(self.lost), complete=self.complete)
+        except FailureRateError as error:
+            self.shutdown.fail(error)
+
     def _may_start(self) -> bool:
-        if self.paused:
+        # The version of a run that is to stop may be one that no engine has: a start step of it would be a lie.
+        if self.paused or self.shutdown.immediate.is_set():
             return False
         return may_start(
             len(self.open),
@@ -355,9 +370,8 @@ class Producer:
                     tasks.create_task(self._fill(group))
             while True:
                 await self._start_groups(tasks)
-                if self.exhausted and not self.tally.in_flight:
-                    self.failures.check(min_attempts=1)  # a short run that only failed must not end as a success
                 if self.done:  # until then a finished group may be lost, and starts again
+                    self._check_lost()
                     return
                 await self._change()
 
@@ -394,6 +408,7 @@ class Producer:
         if failure is not None:  # never trained with a silently smaller baseline
             self._lose(group, failure)
             return
+        self.complete += 1
         replacement = self._why_not_trained(result.rollouts)
         if replacement is not None:
             self._replace(group, replacement)

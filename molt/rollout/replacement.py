@@ -15,11 +15,10 @@ from collections import Counter
 from dataclasses import dataclass
 
 from molt.errors import NoProgressError
-from molt.types import InfraFailure, Metric, OnEvent, ReplaceGroup
+from molt.types import PROMPT_TOO_LONG, InfraFailure, Metric, OnEvent, ReplaceGroup
 
 FILTERED = "filtered"
 TOO_FEW_LEFT = "too_few_left"
-PROMPT_TOO_LONG = "prompt_too_long"
 UNUSABLE_ROW = "unusable_row"
 
 LEAST_LIMIT = 200

@@ -5,7 +5,8 @@ import itertools
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 import ray
@@ -22,6 +23,8 @@ GRACE_S = 60.0
 """What a runner may take beyond the deadlines that it enforces itself."""
 BLOCKS_ANSWER_S = 5.0
 """What a runner may take to say what blocks it."""
+LOOP_TIMES_ANSWER_S = 1.0
+"""What a runner may take to say how late its event loop was; a step waits for it."""
 LOADING_S = 300.0
 """A new runner may be silent for so long: it loads its agent."""
 
@@ -49,6 +52,8 @@ class RunnerRecord:
     """What its rollouts did when it last answered; None before its first answer."""
     in_flight: int = 0
     """Groups that wait for the runner."""
+    suspects: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by a group in its last attempt that lost a runner before: one at a time."""
     restarts_since_answer: int = 0
     """How many processes were lost here since one last answered."""
 
@@ -138,11 +143,17 @@ class RunnerPool:
         `LostError` when a runner had too many restarts.
         """
         answer = begun
-        for _ in range(self.attempts):
+        lost_a_runner = False
+        for attempt in range(1, self.attempts + 1):
             record = min(self._records, key=_load)
-            is_finished, answer = await self._advance(record, task, on_progress, answer)
+            # Of the groups that a lost runner had, one may be to blame: it must not take the others' last attempts.
+            is_suspect = lost_a_runner and attempt == self.attempts
+            async with record.suspects if is_suspect else nullcontext():
+                runner = record.handle
+                is_finished, answer = await self._advance(record, task, on_progress, answer)
             if is_finished and answer is not None:
                 return answer
+            lost_a_runner = lost_a_runner or record.handle is not runner
         raise InfraFailure("runner", f"no runner finished the group in {self.attempts} attempts")
 
     def again(self, group_ids: set[str]) -> None:
@@ -161,8 +172,9 @@ class RunnerPool:
         per_runner = await asyncio.gather(*(self._blocks_of(record) for record in self._records))
         return [found for blocks in per_runner for found in blocks]
 
-    def take_loop_times(self) -> LoopTimes:
-        """The worst delays of a runner's event loop since the last call."""
+    async def loop_times(self) -> LoopTimes:
+        """The worst delays of a runner's event loop since the last call, with one that lasts."""
+        await asyncio.gather(*(self._ask_for_loop_times(record) for record in self._records))
         worst = self._worst
         self._worst = LoopTimes()
         return worst
@@ -255,11 +267,20 @@ class RunnerPool:
             return []
         record.last_states = states
         record.restarts_since_answer = 0
+        self._count_loop_times(times)
+        return states
+
+    async def _ask_for_loop_times(self, record: RunnerRecord) -> None:
+        """Not of a runner that is dead or does not answer: `states` takes care of it."""
+        with suppress(TimeoutError, ObjectLostError, *DEAD):
+            async with asyncio.timeout(LOOP_TIMES_ANSWER_S):
+                self._count_loop_times(await record.handle.loop_times.remote())
+
+    def _count_loop_times(self, times: LoopTimes) -> None:
         self._worst = LoopTimes(
             lag_s=max(self._worst.lag_s, times.lag_s),
             blocked_s=max(self._worst.blocked_s, times.blocked_s),
         )
-        return states
 
     async def _blocks_of(self, record: RunnerRecord) -> list[tuple[str, Block]]:
         """None of a runner that is dead or does not answer: `states` takes care of it."""

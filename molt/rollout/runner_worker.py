@@ -9,6 +9,7 @@ import ray
 from molt.agents.loop_lag import Block
 from molt.rollout.agent_host import AgentHost
 from molt.rollout.group_task import GroupResult, GroupTask
+from molt.rollout.watchdog import LoopTimes
 from molt.types import Sample
 
 WATCHED = "watched"
@@ -39,3 +40,8 @@ class RunnerWorker(AgentHost):
     async def blocks(self) -> list[Block]:
         """As `AgentHost.blocks`."""
         return await super().blocks()
+
+    @_watched
+    async def loop_times(self) -> LoopTimes:
+        """As `AgentHost.loop_times`."""
+        return await super().loop_times()

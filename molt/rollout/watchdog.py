@@ -14,7 +14,7 @@ SHOWN_ROLLOUTS = 20
 """Rows of the table."""
 LOOK_S = 10.0
 """At most, between two looks at the rollouts."""
-BLOCKS_S = 2.0
+BLOCKS_S = 1.0
 """Between two questions to the runners which lines block them."""
 
 
@@ -48,7 +48,7 @@ class Runners(Protocol):
     async def states(self) -> list[RolloutState]: ...
     def again(self, group_ids: set[str]) -> None: ...
     async def blocks(self) -> list[tuple[str, Block]]: ...
-    def take_loop_times(self) -> LoopTimes: ...
+    async def loop_times(self) -> LoopTimes: ...
 
 
 class Watchdog:
@@ -97,9 +97,9 @@ class Watchdog:
         if silent_s > self.patience_s:
             self._restart(states)
 
-    def take_metrics(self) -> dict[str, Metric]:
-        """The worst lags of driver and runners since the last call."""
-        runners = self.runners.take_loop_times()
+    async def take_metrics(self) -> dict[str, Metric]:
+        """The worst lags of driver and runners since the last call, with those that last."""
+        runners = await self.runners.loop_times()
         return {
             "perf/driver_lag_max": Metric(self.lag.take_s()),
             "perf/runner_lag_max": Metric(runners.lag_s),

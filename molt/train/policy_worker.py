@@ -1,5 +1,6 @@
 """Policy, critic and reference ranks as Ray actors, and all ranks of the policy as the driver sees them."""
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from molt.batch.plan import RankPlan
 from molt.chat.render import load_tokenizer
-from molt.errors import PublicationError
+from molt.errors import PublicationError, SilentEngineError
 from molt.publish.transfer import build_sender
 from molt.report.metrics import merge
 from molt.train.critic import Critic
@@ -55,14 +56,21 @@ class CriticWorker(TrainedWorker[Critic]):
 class PolicyWorker(TrainedWorker[Policy]):
     """One rank of the policy."""
 
-    def connect(self, engines: Sequence[Any], backend: str, engine_workers: int, timeout_s: float) -> None:
-        """Meet the engines."""
+    def connect(self, link: "EngineLink", engines: Sequence[int]) -> None:
+        """Meet these engines of the link."""
+        client = RayEngineClient(
+            [link.engines[number] for number in engines],
+            link.timeout_s,
+            drain_s=link.drain_s,
+            numbers=engines,
+            workers_per_engine=link.workers_per_engine,
+        )
         self.sender = build_sender(
-            backend,
-            client=RayEngineClient(engines, timeout_s),
+            link.backend,
+            client=client,
             source=self.model.named_tensors,
             mesh=self.model.mesh,
-            engine_workers=engine_workers,
+            engine_workers=len(engines) * link.workers_per_engine,
         )
 
     def prepare(
@@ -101,31 +109,75 @@ class PolicyWorker(TrainedWorker[Policy]):
 class RayEngineClient:
     """vLLM's `VLLMWeightSyncClient` over engine actors, with a deadline on every call."""
 
-    def __init__(self, engines: Sequence[Any], timeout_s: float):
+    def __init__(
+        self,
+        engines: Sequence[Any],
+        timeout_s: float,
+        *,
+        drain_s: float = 0.0,
+        numbers: Sequence[int] | None = None,
+        workers_per_engine: int = 1,
+    ):
+        """timeout_s: for one call. drain_s: what `start_weight_update` may take longer, while requests finish.
+
+        numbers: of the engines, for messages; None: 0, 1, ...
+        """
         self.engines = engines
         self.timeout_s = timeout_s
+        self.drain_s = drain_s
+        self.numbers = range(len(engines)) if numbers is None else numbers
+        self.workers_per_engine = workers_per_engine
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self._wait([engine.init_weight_transfer_engine.remote(init_info) for engine in self.engines])
+        calls = [engine.init_weight_transfer_engine.remote(init_info) for engine in self.engines]
+        self._wait("init_weight_transfer_engine", calls, self.timeout_s)
 
     def start_weight_update(self) -> None:
-        self._wait([engine.start_weight_update.remote() for engine in self.engines])
+        calls = [engine.start_weight_update.remote() for engine in self.engines]
+        self._wait("start_weight_update", calls, self.timeout_s + self.drain_s)
 
     def update_weights(self, update_info: Any) -> None:
-        self._wait([engine.update_weights.remote(update_info) for engine in self.engines])
+        calls = [engine.update_weights.remote(update_info) for engine in self.engines]
+        self._wait("update_weights", calls, self.timeout_s)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._wait([engine.finish_weight_update.remote(weight_version) for engine in self.engines])
+        calls = [engine.finish_weight_update.remote(weight_version) for engine in self.engines]
+        self._wait("finish_weight_update", calls, self.timeout_s)
 
-    def _wait(self, calls: list[ray.ObjectRef]) -> None:
+    def _wait(self, method: str, calls: list[ray.ObjectRef], limit_s: float) -> None:
+        """Returns when every engine has answered. Raises `SilentEngineError` for the first that fails or does not."""
+        deadline = time.monotonic() + limit_s
+        position_of = {call: position for position, call in enumerate(calls)}
+        pending = calls
+        while pending:
+            ready, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                why = f"did not answer `{method}` within {limit_s:g} s (train.watchdog_s)"
+                raise self._lost(position_of[pending[0]], why)
+            for call in ready:
+                self._require_answer(method, call, position_of[call])
+
+    def _require_answer(self, method: str, call: ray.ObjectRef, position: int) -> None:
         try:
-            ray.get(calls, timeout=self.timeout_s)
+            ray.get(call)
+        except RayTaskError as error:  # the engine answers: whether it is to blame is found out by asking all
+            raise PublicationError(_engine_said(self.numbers[position], method, error)) from error
         except RayError as error:
-            last_line = str(error).strip().splitlines()[-1]
-            raise PublicationError(
-                f"an engine is dead, or did not take the weights within {self.timeout_s:.0f} s. If this stops the run, "
-                f"fix what its output says, then resume with --ckpt.load_enable. Its error: {last_line}"
-            ) from error
+            raise self._lost(position, f"died in `{method}` ({str(error).strip().splitlines()[-1]})") from error
+
+    def _lost(self, position: int, why: str) -> SilentEngineError:
+        return SilentEngineError(
+            f"engine {self.numbers[position]} {why}, so it does not have the weights. If this stops the run, fix what "
+            "its output says, then resume with --ckpt.load_enable.",
+            worker=position * self.workers_per_engine,
+        )
+
+
+def _engine_said(number: int, method: str, error: RayError) -> str:
+    return (
+        f"engine {number} failed in `{method}`, so it does not have the weights. If this stops the run, fix what its "
+        f"output says, then resume with --ckpt.load_enable. Its error: {str(error).strip().splitlines()[-1]}"
+    )
 
 
 class CriticRanks(Ranks):
@@ -150,6 +202,8 @@ class EngineLink:
     workers_per_engine: int
     timeout_s: float
     """For one call to an engine."""
+    drain_s: float
+    """What an engine may take longer to begin, because running requests finish first."""
 
 
 class PolicyRanks(Ranks):
@@ -157,19 +211,13 @@ class PolicyRanks(Ranks):
 
     link: EngineLink
 
-    def meeting(self, engines: Sequence[Any], backend: str, workers_per_engine: int, timeout_s: float) -> None:
+    def meeting(self, link: EngineLink) -> None:
         """Say which engines `connect` may meet, and how."""
-        self.link = EngineLink(list(engines), backend, workers_per_engine, timeout_s)
+        self.link = link
 
     async def connect(self, engines: Sequence[int]) -> None:
         """Meet these engines, and publish to them from now on."""
-        link = self.link
-        handles = [link.engines[index] for index in engines]
-        engine_workers = len(handles) * link.workers_per_engine
-        calls = []
-        for worker in self.workers:
-            calls.append(worker.connect.remote(handles, link.backend, engine_workers, link.timeout_s))
-        await self.all(calls)
+        await self.all([worker.connect.remote(self.link, list(engines)) for worker in self.workers])
 
     async def prepare(
         self,

@@ -13,7 +13,9 @@ from openai import AsyncOpenAI, BadRequestError, OpenAI
 
 from molt.agents import ChatAgent, ChatAgentRunner, PolicyFailure, Result, harness
 from molt.agents.step_runner import EpisodeContext
+from molt.agents.user_errors import contain_tasks
 from molt.chat.chat_renderer import ChatRenderer
+from molt.chat.protocol import ChatError, PolicyRefusal
 from molt.errors import AgentError
 from molt.types import InfraFailure, Prompt, ReplaceGroup, Scored
 from tests.streams import turn_from
@@ -190,18 +192,27 @@ def test_side_conversations_are_trained_if_asked_for():
     assert len(play(run, Model("a", "b")).samples) == 2
 
 
-def test_many_agents_with_synchronous_clients_do_not_wait_for_themselves():
-    class Agent(ChatAgent):
-        async def run(self, ctx):
-            def call():
-                with OpenAI(base_url=ctx.openai_url, api_key="x", max_retries=0, timeout=120) as client:
-                    return client.chat.completions.create(model="policy", messages=ctx.prompt)
+def ask_synchronously(ctx):
+    with OpenAI(base_url=ctx.openai_url, api_key="x", max_retries=0, timeout=120) as client:
+        return client.chat.completions.create(model="policy", messages=ctx.prompt)
 
-            await asyncio.to_thread(call)
-            return Result(reward=1.0)
 
+class InThreads(ChatAgent):
+    async def run(self, ctx):
+        await asyncio.to_thread(ask_synchronously, ctx)
+        return Result(reward=1.0)
+
+
+class Plain(ChatAgent):
+    def run(self, ctx):
+        ask_synchronously(ctx)
+        return Result(reward=1.0)
+
+
+@pytest.mark.parametrize("agent", [InThreads, Plain])
+def test_many_agents_with_synchronous_clients_do_not_wait_for_themselves(agent):
     async def episodes():
-        runner, prompt = ChatAgentRunner(Agent), Prompt(0, 0, 0, messages=SAY, text=None)
+        runner, prompt = ChatAgentRunner(agent), Prompt(0, 0, 0, messages=SAY, text=None)
         chat = ChatRenderer(TOKENIZER, [END_ID])
         contexts = [EpisodeContext(prompt, Model("x"), None, 7, 500, chat=chat) for _ in range(40)]
         async with asyncio.timeout(110):
@@ -228,7 +239,7 @@ def test_running_out_of_context_through_a_stock_client_is_scored_and_truncated()
 @pytest.mark.parametrize(
     ("texts", "max_len", "then", "error"),
     [
-        ([], 10, None, BadRequestError),  # not even the first prompt fits: nothing was ever tried
+        ([], 10, None, ReplaceGroup),  # not even the first prompt fits: nothing was ever tried
         (["x"], 500, RuntimeError("sandbox"), RuntimeError),  # nothing was refused
         (["x" * 20] * 9, 100, InfraFailure("sandbox"), InfraFailure),
         (["x" * 20] * 9, 100, ReplaceGroup("stale_task"), ReplaceGroup),
@@ -309,6 +320,59 @@ def test_the_context_length_is_told():
         return Result(reward=float(ctx.max_len))
 
     assert play(run, Model(), max_len=123).outcome.reward == 123.0
+
+
+def test_a_first_prompt_that_does_not_fit_replaces_the_group():
+    async def run(ctx):
+        await ask(ctx, ctx.prompt)
+
+    with pytest.raises(ReplaceGroup) as replaced:
+        play(run, Model(), max_len=10)
+    assert replaced.value.reason == "prompt_too_long" and "tokens > 10 maximum" in replaced.value.detail
+
+
+@pytest.mark.parametrize("sampled", [True, False])
+def test_a_refusal_for_what_the_policy_sampled_is_its_failure(sampled):
+    """An image's token in an answer: no client could go on. What the client does is not."""
+
+    async def run(ctx):
+        await ask(ctx, ctx.prompt)
+
+        async def refuse(request):
+            raise (PolicyRefusal if sampled else ChatError)(400, "invalid_request", "the token of an image")
+
+        ctx.session._prompt = refuse
+        await ask(ctx, ctx.prompt)
+
+    if not sampled:
+        with pytest.raises(BadRequestError):
+            play(run, Model("x"))
+        return
+    episode = play(run, Model("x"))
+    assert type(episode.outcome) is PolicyFailure and episode.outcome.reward == 0.0
+    assert "the token of an image" in episode.outcome.reason and len(episode.samples) == 1
+
+
+@pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt()])
+@pytest.mark.parametrize("how", ["async", "plain", "in a task"])
+def test_an_exit_in_a_chat_agent_is_a_failure_and_ends_no_loop(error, how):
+    class Exits(ChatAgent):
+        async def run(self, ctx):
+            await ask(ctx, ctx.prompt)
+            raise error
+
+    class PlainExits(ChatAgent):
+        def run(self, ctx):
+            raise error
+
+    class TaskExits(ChatAgent):
+        async def run(self, ctx):
+            contain_tasks(asyncio.get_running_loop())  # as a runner does
+            await asyncio.gather(Exits().run(ctx), asyncio.sleep(0))
+
+    agent = {"async": Exits, "plain": PlainExits, "in a task": TaskExits}[how]
+    with pytest.raises(InfraFailure, match=type(error).__name__):
+        play_agent(agent, Model("x"))
 
 
 def test_what_an_agent_does_to_what_it_is_given_stays_its_own():

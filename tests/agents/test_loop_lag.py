@@ -1,6 +1,8 @@
 """Which line blocks an event loop, seen from another thread; and what a busy machine delays, which is no block."""
 
 import asyncio
+import contextlib
+import sys
 import threading
 import time
 
@@ -79,7 +81,7 @@ def test_the_thread_ends_with_the_measurement(monkeypatch):
 
     async def main():
         measuring = await marking(lag)
-        thread = report_from_thread(lag, reported.append)
+        thread = report_from_thread(lag, reported.append, lambda: reported.append("no loop"))
         measuring.cancel()
         return thread
 
@@ -135,7 +137,7 @@ def test_the_thread_reports_during_the_block(agent, monkeypatch):
     async def main():
         lag = LoopLag()
         measuring = await marking(lag)
-        report_from_thread(lag, reported.append)
+        report_from_thread(lag, reported.append, lambda: None)
         agent[1](1.0)
         during = list(reported)
         measuring.cancel()
@@ -143,3 +145,46 @@ def test_the_thread_reports_during_the_block(agent, monkeypatch):
 
     (block,) = asyncio.run(main())
     assert block.place == f"{agent[0]}:6"
+
+
+def test_a_delay_that_lasts_is_in_the_worst_seen_from_another_thread(agent):
+    """Numbers of a step are asked for while a block lasts, and the block ends later."""
+    lag = LoopLag()
+    seen = []
+    asking = threading.Timer(0.4, lambda: seen.extend([lag.take_s(), lag.take_blocked_s()]))
+
+    async def main():
+        measuring = await marking(lag)
+        asking.start()
+        agent[1](0.6)
+        measuring.cancel()
+
+    asyncio.run(main())
+    asking.join()
+    assert 0.25 < seen[0] < 0.6 and 0.2 < seen[1] < 0.6
+
+
+def test_a_loop_that_ended_though_it_was_measured_is_told(monkeypatch):
+    """Its thread is gone: `sys.exit` in a callback."""
+    monkeypatch.setattr(loop_lag, "LOOK_S", 0.05)
+    lag = LoopLag()
+    told = threading.Event()
+    loop = asyncio.new_event_loop()
+
+    def run():
+        with contextlib.suppress(SystemExit):
+            loop.run_forever()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    measuring = asyncio.run_coroutine_threadsafe(lag.run(), loop)
+    while lag._mark is None:
+        time.sleep(0.01)
+    report_from_thread(lag, lambda block: None, told.set)
+    assert not told.wait(0.3)
+    loop.call_soon_threadsafe(sys.exit)
+    assert told.wait(10)
+    thread.join(10)
+    measuring.cancel()
+    loop.run_until_complete(asyncio.sleep(0.01))
+    loop.close()

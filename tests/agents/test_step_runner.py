@@ -1,7 +1,11 @@
 """Episodes of an `Env` against a scripted model: which ids it sees, its budgets, and how episodes end."""
 
 import asyncio
+import functools
 import inspect
+import sqlite3
+import threading
+import time
 from datetime import date
 from decimal import Decimal
 from fractions import Fraction
@@ -171,10 +175,10 @@ def test_out_of_context_is_scored_with_what_was_earned_and_truncated():
 
 def test_a_prompt_that_leaves_no_room_for_a_first_turn_says_nothing_about_the_policy():
     env = scripted()
-    with pytest.raises(InfraFailure) as failure:
+    with pytest.raises(ReplaceGroup) as replaced:  # a retry would meet the same prompt
         run(env, Script(), max_len=PROMPT_LENGTH)
-    assert failure.value.reason == "prompt_too_long"
-    assert failure.value.detail == "reset left a prompt of 21 tokens, data.max_len is 21"
+    assert replaced.value.reason == "prompt_too_long"
+    assert replaced.value.detail == "reset left a prompt of 21 tokens, data.max_len is 21"
     assert env.closed == 1
 
 
@@ -381,26 +385,9 @@ class Misspelt(Env):
         return Result(1.0)
 
 
-class WithoutAsync(Env):
-    def step(self, state):
-        return Result(1.0)
-
-
 class WithoutState(Env):
     async def step(self):
         return Result(1.0)
-
-
-class ResetWithoutAsync(Env):
-    def reset(self, state):
-        return state
-
-
-class CloseWithoutAsync(Scripted):
-    results = [Result(1.0)]
-
-    def close(self):
-        pass
 
 
 class NeedsArguments(Env):
@@ -424,10 +411,7 @@ def first_line(defined) -> str:
     ("env", "place", "said", "fix"),
     [
         (Misspelt, Misspelt, "defines no `async def step", "Did you mean 'stepp'?"),
-        (WithoutAsync, WithoutAsync.step, "WithoutAsync.step", "Write `async def step(self, state)`"),
         (WithoutState, WithoutState.step, "cannot be called (too many", "Write `async def step(self, state)`"),
-        (ResetWithoutAsync, ResetWithoutAsync.reset, "returned a dict at once", "Write `async def reset(self, state)`"),
-        (CloseWithoutAsync, CloseWithoutAsync.close, "is no coroutine", "Write `async def close(self)`"),
         (NeedsArguments, NeedsArguments, "missing a required argument: 'grader'", "Give them defaults"),
     ],
 )
@@ -436,6 +420,81 @@ def test_a_wrong_contract_names_the_line_of_the_user_and_the_fix(env, place, sai
         run(env, Script("a"))
     message = str(raised.value)
     assert f"({first_line(place)})" in message and said in message and fix in message
+
+
+def test_methods_without_async_run_in_one_thread_and_block_nobody():
+    idents = []
+
+    class Plain(Env):
+        def reset(self, state):
+            self.memory = sqlite3.connect(":memory:")  # for this thread alone
+            return state
+
+        def step(self, state):
+            idents.append(threading.get_ident())
+            time.sleep(0.3)
+            (found,) = self.memory.execute("select 1").fetchone()
+            return Result(float(found), observation="more", terminated=state["turn"] == 1)
+
+        def close(self):
+            self.memory.close()
+            idents.append(threading.get_ident())
+
+    async def main():
+        prompt = Prompt(0, 0, 0, MESSAGES, None, label="L")
+        context = EpisodeContext(prompt, Script("a", "b"), CHAT, seed=7, max_len=200)
+        playing = asyncio.create_task(StepEnvRunner(Plain).run(context))
+        worst = 0.0
+        while not playing.done():
+            before = time.monotonic()
+            await asyncio.sleep(0.01)
+            worst = max(worst, time.monotonic() - before)
+        assert worst < 0.25, "the loop was blocked"
+        return await playing
+
+    assert asyncio.run(main()).outcome == Scored(2.0, 2.0)
+    assert len(idents) == 3 and len(set(idents)) == 1 and threading.get_ident() not in idents
+
+
+def test_a_decorated_or_returned_coroutine_is_awaited_in_the_loop():
+    def logged(function):
+        @functools.wraps(function)
+        def wrapper(*args):
+            return function(*args)
+
+        return wrapper
+
+    class Decorated(Env):
+        @logged
+        async def reset(self, state):
+            asyncio.get_running_loop()
+            return state
+
+        def step(self, state):
+            return self.graded()
+
+        async def graded(self):
+            asyncio.get_running_loop()
+            return Result(1.0)
+
+    assert run(Decorated, Script("a")).outcome == Scored(1.0, 1.0)
+
+
+@pytest.mark.parametrize("where", ["__init__", "reset", "step", "close"])
+@pytest.mark.parametrize("is_async", [True, False])
+def test_an_exit_anywhere_in_an_env_is_a_failure(where, is_async):
+    def exits(*_):
+        raise SystemExit(2)
+
+    async def exits_later(*_):
+        raise SystemExit(2)
+
+    env = type("Exits", (Scripted,), {"results": [Result(1.0)], where: exits_later if is_async else exits})
+    if where == "__init__" and is_async:
+        pytest.skip("a constructor is no coroutine")
+    with pytest.raises(InfraFailure) as failure:
+        run(env, Script("a"))
+    assert failure.value.reason == "SystemExit" and f"2 at {__file__}:" in failure.value.detail
 
 
 def test_what_a_step_raises_itself_passes_through():

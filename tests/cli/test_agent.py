@@ -188,6 +188,24 @@ def test_what_an_agent_raises_is_one_line_with_the_line_of_the_user(model, capsy
     assert f"at {agent}:8." in line, "the user's line, not one of the json module"
 
 
+@pytest.mark.parametrize("statement", ["sys.exit(3)", "await asyncio.gather(asyncio.to_thread(sys.exit, 3))"])
+def test_an_exit_of_an_agent_is_an_error_with_its_line(model, capsys, tmp_path, statement):
+    agent = tmp_path / "exits.py"
+    code = RAISES.replace("import json", "import asyncio, sys")
+    agent.write_text(code.replace('return Result(json.loads("no json"))', statement))
+    assert main(["agent", "check", str(agent), "--model", model]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {agent}: SystemExit: 3 at {agent}:8.")
+
+
+def test_a_file_that_exits_when_it_is_imported_says_so(model, capsys, tmp_path):
+    agent = tmp_path / "script.py"
+    agent.write_text("import sys\nsys.exit(0)\n")
+    assert main(["agent", "check", str(agent), "--model", model]) == 1
+    error = capsys.readouterr().err
+    assert f"exits when it is imported (0) at {agent}:2" in error and "__main__" in error
+
+
 def test_an_episode_without_an_end_names_the_deadline(model, capsys, tmp_path):
     agent = tmp_path / "sleeps.py"
     agent.write_text(

@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from molt.errors import EngineError, PublicationError
+from molt.errors import EngineError, PublicationError, SilentEngineError
 from molt.publish.proof import Receipt
 from molt.publish.publication import Publisher
 from molt.report.metrics import values
@@ -23,6 +23,7 @@ class World:
         self.dying: list[int] = []
         """Engines that die at the next commits."""
         self.ill: set[int] = set()
+        self.given_up: list[tuple[int, str]] = []
         self.gaps = [0.0, 0.0]
         """Between what the trainer and each engine say of the probe."""
 
@@ -65,6 +66,10 @@ class Engines:
 
     async def some(self):
         return self.present
+
+    def give_up(self, engine, reason):
+        self.world.given_up.append((engine, reason))
+        self.world.ill.add(engine)
 
     async def examine(self, suspects=()):
         self.world.ill |= set(suspects)
@@ -126,6 +131,26 @@ def test_an_engine_that_dies_in_it_is_left_out_and_the_whole_is_repeated(world, 
     asyncio.run(publisher.publish(1))
     assert world.calls[-6:] == ["send", "commit", "connect [0]", "send", "commit", "resume [0]"]
     assert failures == [("publication_failed", 1, "an engine is dead")]
+
+
+def test_an_engine_that_hangs_while_it_takes_the_weights_is_given_up_by_name(world, publisher, capsys):
+    """It answers when it is examined: the trainer alone knows."""
+    asyncio.run(publisher.publish(0))
+    send = publisher.policy.send_weights
+    reason = "engine 1 did not answer `update_weights` within 600 s"
+
+    async def hang_once():
+        publisher.policy.send_weights = send
+        await send()
+        raise SilentEngineError(reason, worker=1)
+
+    publisher.policy.send_weights = hang_once
+    publisher.engines.examine = lambda suspects=(): asyncio.sleep(0, False)
+    world.weight = 2
+    asyncio.run(publisher.publish(1))
+    assert world.given_up == [(1, reason)]
+    assert world.calls[-4:] == ["connect [0]", "send", "commit", "resume [0]"]
+    assert f"weight sync of version 1 is repeated: {reason}" in capsys.readouterr().err
 
 
 def test_a_failure_that_no_engine_explains_is_raised_at_once(world, publisher):

@@ -1,6 +1,7 @@
 """The states of engines, with handles of processes that the test starts and ends."""
 
 import asyncio
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -112,6 +113,29 @@ def test_an_engine_with_other_weights_is_lost_though_it_answers(world):
 
     asyncio.run(main())
     assert world.events == [("engine_lost", 0)]
+
+
+def test_an_engine_that_answers_but_hangs_in_a_weight_sync_is_lost_and_named(world):
+    """`alive` answers all the time, so that the watch alone would never restart it."""
+    world.group.timeout_s = 0.05
+
+    async def commit(engine, version):
+        if engine == 1:
+            await asyncio.sleep(60)
+        return []
+
+    async def main():
+        for number, engine in enumerate(world.engines):
+            engine.commit = SimpleNamespace(remote=partial(commit, number))
+        with pytest.raises(EngineError, match=r"engines 1: no answer to `commit` within train.watchdog_s \(=0.05\)"):
+            await world.group.commit(3, [0, 1])
+        assert world.group.present == {0: 0}
+        watching = asyncio.create_task(world.group.watch())
+        await until(lambda: world.group.present == {0: 0, 1: 1})
+        watching.cancel()
+
+    asyncio.run(main())
+    assert world.events == [("engine_lost", 1), ("engine_restarted", 1)]
 
 
 def test_without_a_trainer_a_restarted_engine_serves_again(world):

@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 from molt.algo.advantage import ADVANTAGES
 from molt.batch.plan import RankPlan, advantages, plan_batch
 from molt.config import RewardConfig, RolloutConfig
-from molt.errors import AgentError, FailureRateError, NoProgressError, StalledError, UnusableRow
+from molt.errors import (
+    AgentError,
+    FailureRateError,
+    NoProgressError,
+    PublicationError,
+    StalledError,
+    UnusableRow,
+)
 from molt.rollout.failures import MIN_ATTEMPTS, FailureWindow
 from molt.rollout.group_task import GroupResult
 from molt.rollout.producer import STARTS, GroupFilter, Producer
@@ -439,11 +446,78 @@ def test_lost_prompts_are_in_the_ledger_only_of_a_run_that_stops_because_of_them
             assert [prompt.position for prompt in run.producer.lost] == [3]
             assert run.producer.ledger() == {"position": 5, "in_flight": [4], "filter": [0, 0]}
             await run.runners.fail(4, InfraFailure("runner", "died"))
-            with pytest.raises(FailureRateError, match="2 of the last 5"):  # group 1: 2 good, 3: 1 and 1, 4: 1
+            assert await run.train() == [1]  # what did not fail is trained first
+            with pytest.raises(FailureRateError, match="2 groups of 3 had a rollout that failed in every attempt"):
                 await run.batch()
             assert run.producer.ledger() == {"position": 5, "in_flight": [3, 4], "filter": [0, 0]}
 
     check(main())
+
+
+def test_a_short_run_with_failures_that_a_retry_made_good_is_trained_to_its_end():
+    """8 good rollouts and 3 failed attempts: 3 of 11 is above the limit, of 11 attempts it means nothing."""
+
+    async def main():
+        async with Running(Stream(4)) as run:
+            await run.runners.end(0, 1, 2)
+            result = GroupResult(rollouts(Prompt(0, 3, 0, None, "x"), [GOOD, GOOD]))
+            retried = replace(result.rollouts[0], failures=(InfraFailure("engine"),) * 3)
+            run.runners.ends.pop(3).set_result((GroupResult([retried, result.rollouts[1]]), "samples"))
+            await settle()
+            assert await run.train() == [0, 1] and await run.train() == [2, 3]
+            assert await run.batch() == [] and run.shutdown.error is None
+
+    check(main())
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_a_short_run_that_mostly_failed_does_not_end_as_a_success(kept):
+    """Not even if the last batch is one that the learner counted on: it would ask for no further one."""
+
+    async def main():
+        async with Running(Stream(2), batch_size=4) as run:
+            await run.runners.end(*range(kept))
+            for position in range(kept, 2):
+                await run.runners.end(position, outcomes=[InfraFailure("KeyError", "'x'")])
+            if kept:
+                assert await run.train() == [0]
+            assert run.shutdown.failed and isinstance(run.shutdown.error, FailureRateError)
+            lost = 2 - kept
+            assert f"{lost} group" in str(run.shutdown.error) and "KeyError: 'x'" in str(run.shutdown.error)
+            assert run.producer.ledger()["in_flight"] == list(range(kept, 2))
+
+    check(main())
+
+
+def test_a_run_that_is_to_stop_starts_no_group():
+    """Its published version may be one that no engine has: a start step of it would understate the staleness."""
+
+    async def main():
+        async with Running(Stream(20), queue=0) as run:
+            await run.runners.end(0, 1)
+            groups = await run.batch()
+            run.shutdown.fail(PublicationError("weights did not arrive"))
+            run.producer.close(groups, 1)
+            await settle()
+            assert run.runners.started == [0, 1] and not run.producer.open
+
+    check(main())
+
+
+def test_a_rollout_that_fails_in_every_attempt_counts_once():
+    window = FailureWindow(0.2, size=10)
+    window.add([InfraFailure("timeout"), InfraFailure("timeout"), InfraFailure("KeyError", "'x'")], succeeded=False)
+    window.add([InfraFailure("engine"), InfraFailure("engine")], succeeded=True)
+    assert list(window.recent) == ["KeyError", "engine", "engine", None]
+
+
+def test_a_twelfth_of_the_rollouts_that_always_fails_is_no_failure_rate_of_a_fifth():
+    """11 good for each that fails three times: 1/12 is below 0.2, and 3/14 would be above."""
+    window = FailureWindow(0.2, size=1000)
+    for _ in range(40):
+        window.add([InfraFailure("KeyError")] * 3, succeeded=False)
+        for _ in range(11):
+            window.add([], succeeded=True)
 
 
 def test_unusable_rows_and_prompts_are_skipped_and_counted():

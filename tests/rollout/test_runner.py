@@ -30,6 +30,7 @@ from tests.tiny import END_ID
 
 AGENT = """
 import asyncio
+import sys
 from molt.agents import Env, PolicyFailure, ReplaceGroup, Result, StepEnvRunner
 from molt.types import InfraFailure
 
@@ -37,6 +38,10 @@ from molt.types import InfraFailure
 class Flaky(InfraFailure):
     def __init__(self):
         super().__init__("sandbox", "no answer from the sandbox")
+
+
+class TimedOut(BaseException):
+    pass
 
 
 class Stale(ReplaceGroup):
@@ -54,6 +59,10 @@ class Faulty(Env):
 
     async def close(self):
         await self.hang("close")
+
+    async def exits(self):
+        await asyncio.sleep(0)
+        sys.exit(1)
 
     async def hang(self, where):
         if self.label and self.label.startswith("hang in ") and where in self.label:
@@ -76,6 +85,15 @@ class Faulty(Env):
             await other
         if what == "always":
             raise KeyError("grader")
+        if what == "exits" or (what == "the first exits" and not Faulty.failed):
+            Faulty.failed += 1
+            sys.exit(1)
+        if what == "time limit":
+            raise TimedOut("2 s")
+        if what == "exits in a task":
+            await asyncio.gather(asyncio.sleep(0), self.exits())
+        if what == "exits in a thread":
+            await asyncio.to_thread(sys.exit, 1)
         if what == "nonsense":
             return 1.0
         if what == "nan":
@@ -226,7 +244,11 @@ def test_a_retry_samples_anew_and_a_group_that_starts_again_does_not(host):
         ("nan", "reward_not_finite", "reward nan"),
         ("hang", "timeout", "no end within rollout.timeout_s (=0.05)"),
         ("hang with a limit of its own", "TimeoutError", "agent.py:"),
-        ("awaits what it cancelled", "CancelledError", "agent.py:46"),
+        ("awaits what it cancelled", "CancelledError", "agent.py:55"),
+        ("exits", "SystemExit", "1 at "),
+        ("exits in a task", "SystemExit", "agent.py:"),
+        ("exits in a thread", "SystemExit", "agent.py:"),
+        ("time limit", "TimedOut", "2 s at "),
     ],
 )
 def test_a_rollout_that_fails_for_good_has_no_reward_and_no_samples(host, what, reason, detail):
@@ -259,8 +281,9 @@ def test_an_env_that_does_not_close_either_ends_soon_after_the_deadline(host, mo
     assert all(isinstance(r.outcome, InfraFailure) for r in result.rollouts) and samples == [[], []]
 
 
-def test_a_cancellation_that_leaks_out_of_an_agent_leaves_its_siblings_alone(host):
-    result, samples = run_group(host(FakeEngine(), max_retries=0), "the first does", n=3)
+@pytest.mark.parametrize("what", ["the first does", "the first exits"])
+def test_a_cancellation_or_exit_that_leaks_out_of_an_agent_leaves_its_siblings_alone(host, what):
+    result, samples = run_group(host(FakeEngine(), max_retries=0), what, n=3)
     assert sorted(type(r.outcome).__name__ for r in result.rollouts) == ["InfraFailure", "Scored", "Scored"]
     assert sorted(len(segments) for segments in samples) == [0, 1, 1]
 
@@ -510,4 +533,4 @@ def test_a_runner_says_which_line_blocks_it_while_it_does(ray_session, model_dir
         (block,) = asyncio.run(main())
     finally:
         ray.kill(runner)
-    assert block.place == f"{agent}:8" and 5.0 < block.seconds < 60.0
+    assert block.place == f"{agent}:8" and 3.0 < block.seconds < 60.0

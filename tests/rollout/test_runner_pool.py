@@ -24,9 +24,11 @@ class Handle:
         self.results = []
         self.answer = []
         self.blocked = []
+        self.lag_s = 0.0
         self.killed = False
         self.states = SimpleNamespace(remote=self._states)
         self.blocks = SimpleNamespace(remote=self._blocks)
+        self.loop_times = SimpleNamespace(remote=self._loop_times)
         self.ready = SimpleNamespace(remote=self._ready)
         self.run_group = SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=self._run_group))
         self.score_group = SimpleNamespace(remote=self._score_group)
@@ -52,6 +54,11 @@ class Handle:
         if self.answer is None:
             await asyncio.sleep(60)
         return self.answer, LoopTimes(lag_s=0.25, blocked_s=0.125)
+
+    async def _loop_times(self):
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return LoopTimes(lag_s=self.lag_s)
 
     async def _blocks(self):
         return self.blocked
@@ -199,7 +206,7 @@ def test_a_runner_that_dies_is_replaced_once_for_all_its_groups(world, capsys):
         groups = await started(pool, [0, 1])
         world.handles[0].answer = [state("0:0")]
         assert [found.group_id for found in await pool.states()] == ["0:0"]
-        assert pool.take_loop_times() == LoopTimes(0.25, 0.125) and pool.take_loop_times() == LoopTimes(0.0, 0.0)
+        assert await pool.loop_times() == LoopTimes(0.25, 0.125) and await pool.loop_times() == LoopTimes(0.0, 0.0)
         for result in world.handles[0].results:
             result.set_exception(ActorDiedError())
         await asyncio.sleep(0.01)
@@ -272,5 +279,56 @@ def test_what_blocks_a_runner_is_told_with_the_runner(world):
         pool = world.pool(2)
         world.handles[1].blocked = [Block("agent.py:7", 6.0)]
         assert await pool.blocks() == [("runner1", Block("agent.py:7", 6.0))]
+
+    asyncio.run(main())
+
+
+def test_the_worst_delay_is_asked_for_and_a_dead_runner_has_none(world):
+    async def main():
+        pool = world.pool(3)
+        world.handles[0].lag_s = 2.0
+        world.handles[1].lag_s = 11.5
+        world.handles[2].answer = ActorDiedError()
+        assert await pool.loop_times() == LoopTimes(11.5, 0.0)
+
+    asyncio.run(main())
+
+
+def test_a_group_that_kills_its_runner_every_time_costs_no_other_its_last_attempt(world):
+    """Groups 0, 1 and 2 are lost twice with the runner that 1 kills; then one at a time is tried."""
+
+    async def main():
+        pool = world.pool(1, max_restarts=5)
+        groups = await started(pool, [0, 1, 2])
+        for _ in range(2):
+            for result in world.handles[-1].results:
+                result.set_exception(ActorDiedError())
+            await asyncio.sleep(0.01)
+        assert [len(handle.results) for handle in world.handles] == [3, 3, 1]
+        world.handles[2].results[0].set_result(DONE)
+        await asyncio.sleep(0.01)
+        assert len(world.handles[2].results) == 2
+        world.handles[2].results[1].set_exception(ActorDiedError())  # group 1 again
+        await asyncio.sleep(0.01)
+        (last,) = world.handles[3].results
+        last.set_result(DONE)
+        return await asyncio.gather(*groups, return_exceptions=True)
+
+    first, killer, third = asyncio.run(main())
+    assert first[0] == third[0] == DONE
+    assert isinstance(killer, InfraFailure) and killer.reason == "runner"
+
+
+def test_groups_that_are_restarted_without_a_loss_do_not_wait_for_each_other(world):
+    async def main():
+        pool = world.pool(1)
+        groups = await started(pool, [0, 1])
+        for _ in range(2):
+            pool.again({"0:0", "0:1"})
+            await asyncio.sleep(0.01)
+        assert len(world.handles[0].results) == 6
+        for result in world.handles[0].results[4:]:
+            result.set_result(DONE)
+        await asyncio.gather(*groups)
 
     asyncio.run(main())

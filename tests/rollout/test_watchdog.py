@@ -4,7 +4,7 @@ import asyncio
 import time
 
 from molt.agents.loop_lag import Block
-from molt.rollout.watchdog import RolloutState, Watchdog, table
+from molt.rollout.watchdog import LoopTimes, RolloutState, Watchdog, table
 
 
 def state(group: str, silent_s: float, doing: str = "agent") -> RolloutState:
@@ -20,6 +20,9 @@ class Runners:
 
     async def states(self):
         return []
+
+    async def loop_times(self):
+        return LoopTimes(lag_s=11.9, blocked_s=11.8)
 
     async def blocks(self):
         return [("runner1", Block("/agent.py:7", 6.04))]
@@ -83,3 +86,10 @@ def test_a_line_that_blocks_a_runner_is_an_event(monkeypatch):
 
     asyncio.run(asyncio.wait_for(main(), 10))
     assert events[0] == ("runner_blocked", {"runner": "runner1", "at": "/agent.py:7", "seconds": 6.0})
+
+
+def test_the_metrics_of_a_step_ask_the_runners_now():
+    """A block is over before the next look at the rollouts, or lasts beyond the step."""
+    dog, _, _ = watchdog()
+    found = asyncio.run(dog.take_metrics())
+    assert found["perf/runner_lag_max"].total == 11.9 and found["perf/runner_blocked_max"].total == 11.8
