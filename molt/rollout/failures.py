@@ -65,7 +65,7 @@ class FailureWindow:
 
     def _error(self, what: str) -> FailureRateError:
         return FailureRateError(
-            f"{what} Nothing that failed was trained. Fix the agent or the engine, then resume with "
+            f"{what} Nothing that failed was trained. Fix what the reasons name, then resume with "
             f"--ckpt.load_enable. By reason:\n{self._table()}"
         )
 
