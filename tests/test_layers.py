@@ -26,6 +26,7 @@ LAYERS = [
         "process",
         "hub",
         "config_file",
+        "paths",
         "checkpoint_files",
     },
     {"algo", "batch"},

@@ -9,11 +9,12 @@ import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple
 
 from molt.algorithm import load_algorithm
-from molt.cli.check import Dataset, Findings, first_held_out, first_prompts, nearest_existing, static_checks
+from molt.cli.check import Dataset, first_held_out, first_prompts, static_checks
+from molt.cli.findings import Findings
+from molt.cli.model_size import model_size
+from molt.cli.places import nearest_existing
 from molt.config import CkptConfig, RLConfig
 from molt.data.rows import Rows
 from molt.errors import MoltError
@@ -64,19 +65,12 @@ def _models(config: RLConfig) -> list[Role]:
 # Disk space.
 
 
-class ModelSize(NamedTuple):
-    """A model on this disk."""
-
-    stored_bytes: int
-    parameters: int
-
-
 def check_disk(found: Findings, ckpt: CkptConfig, model: str, *, critic: str = "", keeps_best: bool = False) -> None:
     """Checkpoints and models against free space. critic: its model, or "". keeps_best: the best checkpoint is kept."""
-    exported = _size(model)
+    exported = model_size(model)
     parameters = exported.parameters
     if critic:
-        parameters += _size(critic).parameters
+        parameters += model_size(critic).parameters
     checkpoint = parameters * CHECKPOINT_BYTES
     if ckpt.save_hf:
         checkpoint += exported.stored_bytes
@@ -97,14 +91,6 @@ def check_disk(found: Findings, ckpt: CkptConfig, model: str, *, critic: str = "
             f"`ckpt.max_num` (={ckpt.max_num}): checkpoints may take {needed / GIB:.1f} GiB, and a save would fail: "
             f"{ckpt.checkpoints} has {free / GIB:.1f} GiB. Keep fewer, or use another --ckpt.output_dir.",
         )
-
-
-def _size(model: str) -> ModelSize:
-    description = Path(model, "config.json")
-    is_float32 = description.is_file() and '"float32"' in description.read_text()
-    parameter_bytes = 4 if is_float32 else 2
-    stored = sum(file.stat().st_size for file in description.parent.glob("*.safetensors"))
-    return ModelSize(stored, stored // parameter_bytes)
 
 
 # Prompts that are trained and evaluated.

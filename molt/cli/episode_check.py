@@ -6,8 +6,9 @@ from molt.agents.episode import EpisodeContext
 from molt.agents.load import load_runner
 from molt.chat.chat_renderer import load_chat_renderer
 from molt.chat.render import load_renderer
-from molt.cli.check import Findings, first_rows
+from molt.cli.check import first_rows
 from molt.cli.episode import DEFAULT_ANSWER, MAX_TURNS, Limit, ScriptedModel, play
+from molt.cli.findings import Findings
 from molt.config import RLConfig
 from molt.data.prompts import PromptDataset
 from molt.errors import DataError, MoltError, UnusableRow

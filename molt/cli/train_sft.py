@@ -18,7 +18,8 @@ from molt.config_sft import SftConfig
 if TYPE_CHECKING:  # imported once the flags are known to be right
     from transformers import PreTrainedTokenizerBase
 
-    from molt.cli.check import Column, Dataset, Findings
+    from molt.cli.check import Column, Dataset
+    from molt.cli.findings import Findings
 
 
 def static_checks(config: SftConfig) -> "Findings":
@@ -29,6 +30,7 @@ def static_checks(config: SftConfig) -> "Findings":
     found = check.Findings()
     check.add_rules(found, rules_sft.errors(config), rules_sft.warnings(config))
     found.attempt(check.check_output_dir, config.ckpt)
+    _check_places(found, config)
     device = check.check_device(found, config.fsdp)
     if device is not None:
         found.attempt(check.check_attention, config.fsdp, device)
@@ -52,6 +54,19 @@ def static_checks(config: SftConfig) -> "Findings":
     if conversations is not None and tokenizer is not None:
         found.attempt(_check_conversations, found, config, conversations, tokenizer)
     return found
+
+
+def _check_places(found: "Findings", config: SftConfig) -> None:
+    """Add what is wrong with the directories that the run writes."""
+    from molt.cli.places import Place, check_places, datasets_here, models_here
+    from molt.rules_sft import SFT
+
+    written = [Place(SFT.ckpt.output_dir, config.ckpt.output_dir), Place(SFT.ckpt.path, config.ckpt.checkpoints)]
+    if config.logger.tensorboard_dir is not None:
+        written.append(Place(SFT.logger.tensorboard_dir, config.logger.tensorboard_dir))
+    models = [(SFT.model.model_name_or_path, config.model.model_name_or_path)]
+    datasets = [(SFT.data.dataset, config.data.dataset), (SFT.eval.dataset, config.eval.dataset)]
+    check_places(found, config.ckpt, written, [*models_here(models), *datasets_here(datasets)])
 
 
 def _first_conversations(config: SftConfig) -> "Dataset":

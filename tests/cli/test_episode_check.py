@@ -6,6 +6,7 @@ import pytest
 
 from molt.cli import episode_check
 from molt.cli.main import main
+from tests.cli.conftest import as_given
 
 RL = (
     "--actor.model_name_or_path model --data.prompt_dataset prompts.jsonl --data.label_key label "
@@ -32,7 +33,7 @@ def check(capsys, *more, kind="rl"):
     code = main(["check", kind, *RL.split(), *more])
     output = capsys.readouterr()
     assert "Traceback" not in output.err
-    return code, [line for line in output.out.splitlines() if "episode" in line]
+    return code, [line for line in as_given(output.out).splitlines() if "episode" in line]
 
 
 @pytest.mark.parametrize("kind", ["rl", "eval"])
