@@ -27,6 +27,7 @@ LAYERS = [
         "hub",
         "config_file",
         "paths",
+        "plugins",
         "checkpoint_files",
     },
     {"algo", "batch"},

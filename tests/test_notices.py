@@ -30,3 +30,14 @@ def test_each_setting_of_a_client_that_is_ignored_is_named_once(capsys):
     assert line.startswith("step 1: the agent's client asks for temperature of its own")
     notices.look(2, {"rollout/info/chat_ignored_temperature": 0.5, "rollout/info/chat_ignored_top_p": 1.0})
     assert "asks for top_p of its own" in capsys.readouterr().err
+
+
+def test_rollouts_without_a_model_call_are_named_once(capsys):
+    notices = Notices()
+    notices.look(1, {"rollout/no_model_call": 0.0})
+    assert capsys.readouterr().err == ""
+    notices.look(2, {"rollout/no_model_call": 0.25})
+    line = capsys.readouterr().err
+    assert line.startswith("step 2: 25% of the rollouts ended without a model call") and "ctx.openai_url" in line
+    notices.look(3, {"rollout/no_model_call": 1.0})
+    assert capsys.readouterr().err == ""

@@ -15,9 +15,11 @@ OF_HARNESSES = (
     "SHELL", "TERM", "COLORTERM", "EDITOR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_RUNTIME_DIR",
     "NODE_EXTRA_CA_CERTS", "NODE_OPTIONS", "NODE_PATH", "NVM_DIR", "CURL_CA_BUNDLE", "GIT_SSL_CAINFO",
     "JAVA_HOME", "GOPATH", "GOROOT", "CARGO_HOME", "RUSTUP_HOME", "CONDA_PREFIX", "PYENV_ROOT",
-    "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "NO_PROXY", "no_proxy",
+    "OMP_NUM_THREADS", "NO_PROXY", "no_proxy",
 )  # fmt: skip
-"""To external harnesses too: where tools lie, and what keeps them from the GPUs of the run."""
+"""To external harnesses too: where tools lie."""
+DEVICES = "_VISIBLE_DEVICES"
+"""Variables that end so are passed to external harnesses: they keep them from the devices of the run."""
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "FTP_PROXY")
 """To external harnesses too, in both spellings, unless the address has a password."""
 
@@ -32,7 +34,7 @@ def for_harness(environment: Mapping[str, str]) -> dict[str, str]:
     passed: dict[str, str] = {}
     for name, value in environment.items():
         is_open_proxy = name.upper() in PROXIES and "@" not in value
-        if _is_for_all(name) or name in OF_HARNESSES or is_open_proxy:
+        if _is_for_all(name) or name in OF_HARNESSES or name.endswith(DEVICES) or is_open_proxy:
             passed[name] = value
     return passed
 

@@ -182,6 +182,8 @@ class Session:
         read = await self._read(turns, prompt.ids, request)
         for each in read:
             self.counters["malformed_calls"] += each.malformed_calls
+            self.counters["tool_offers"] += bool(request.tools)
+            self.counters["tool_calls"] += len(each.answer.tool_calls)
             if matched.match is not None:
                 self._record(matched.match, prompt, each, request)
         return ChatReply(

@@ -313,8 +313,12 @@ def check_agent(found: Findings, config: RLConfig, tokenizer: "PreTrainedTokeniz
     if runner is None:
         return
     found.add("ok", f"agent: {path} imports")
-    if isinstance(runner, ChatAgentRunner) and tokenizer is not None:
+    if tokenizer is None:
+        return
+    if isinstance(runner, ChatAgentRunner):
         found.attempt(_check_chat, found, config)
+    elif config.data.tools_key is not None and config.data.apply_chat_template:
+        found.attempt(_check_rendering, found, config)
 
 
 def check_scheme(found: Findings, config: RLConfig) -> None:
@@ -331,6 +335,11 @@ def _check_chat(found: Findings, config: RLConfig) -> None:
             f"`data.apply_chat_template` (=False) with `train.agent_path` (={config.train.agent_path}): a ChatAgent "
             "talks in messages, so plain prompts would reach no client. Pass --data.apply_chat_template."
         )
+    _check_rendering(found, config)
+
+
+def _check_rendering(found: Findings, config: RLConfig) -> None:
+    """Whether conversations, with calls where tools are offered, are read as the template writes them."""
     renderer = load_chat_renderer(
         config.actor.model_name_or_path,
         config.data.chat_template,
@@ -398,8 +407,8 @@ def first_rows(
     return load_rows(paths, flag=flag, split=split, max_samples=min(max_samples or most, most), each=each)
 
 
-def first_prompts(config: RLConfig) -> Dataset:
-    """The prompts of training. Raises DataError."""
+def first_prompts(config: RLConfig, most: int = MOST_ROWS) -> Dataset:
+    """The prompts of training, `most` of each dataset. Raises DataError."""
     data = config.data
     rows = first_rows(
         data.prompt_dataset,
@@ -407,14 +416,15 @@ def first_prompts(config: RLConfig) -> Dataset:
         data.prompt_split,
         data.max_samples,
         mixed=data.prompt_probs is not None,
+        most=most,
     )
     return Dataset(RL.data.prompt_dataset, data.prompt_dataset, rows)
 
 
-def first_held_out(config: RLConfig) -> Dataset:
-    """The prompts of the evaluation. Raises DataError."""
+def first_held_out(config: RLConfig, most: int = MOST_ROWS) -> Dataset:
+    """The prompts of the evaluation, `most` of each dataset. Raises DataError."""
     paths = config.eval.dataset or ""
-    rows = first_rows(paths, "eval.dataset", config.eval.split)
+    rows = first_rows(paths, "eval.dataset", config.eval.split, most=most)
     return Dataset(RL.eval.dataset, paths, rows)
 
 

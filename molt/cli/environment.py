@@ -6,7 +6,6 @@ Each of these fails minutes after the start, in a library, with a message that d
 import importlib.util
 import os
 import resource
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -51,10 +50,16 @@ def check_environment(environment: Mapping[str, str], shares_weights: int = 0) -
     """What is wrong or doubtful. shares_weights: bytes that go through shared memory at each weight sync."""
     yield from _proxies(environment)
     yield from _temporary_files(environment)
-    yield from shared_memory(shutil.disk_usage(SHARED_MEMORY).free, shares_weights)
+    yield from shared_memory(_free(SHARED_MEMORY), shares_weights)
     for limit in LIMITS:
         _, hard = resource.getrlimit(getattr(resource, limit.name))  # processes raise the soft one as they need
         yield from below(limit, hard)
+
+
+def _free(folder: Path) -> int:
+    """Bytes."""
+    disk = os.statvfs(folder)
+    return disk.f_bavail * disk.f_frsize
 
 
 def _proxies(environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -93,12 +98,20 @@ def _temporary_files(environment: Mapping[str, str]) -> Iterator[Finding]:
     moved = short_sockets(environment)
     if moved:
         yield Finding("ok", f"TMPDIR is too long for sockets: those of Ray are in {moved['RAY_TMPDIR']}")
-    usage = shutil.disk_usage(nearest_existing(Path(of_ray or moved.get("RAY_TMPDIR") or folder)))
-    if usage.total and usage.free < (1 - FULL_DISK) * usage.total:
+    of_objects = nearest_existing(Path(of_ray or moved.get("RAY_TMPDIR") or folder))
+    yield from full_disk(of_objects, os.statvfs(of_objects))
+
+
+def full_disk(folder: Path, disk: os.statvfs_result) -> Iterator[Finding]:
+    """disk: that of the folder."""
+    if not disk.f_blocks:  # a file system without blocks
+        return
+    used = 1 - disk.f_bavail / disk.f_blocks
+    if used > FULL_DISK:
         yield Finding(
             "warning",
-            f"the disk of {folder} is {1 - usage.free / usage.total:.0%} full: above {FULL_DISK:.0%} Ray writes "
-            "nothing to it, so a run that needs it for objects fails. Free some space, or set TMPDIR to another disk.",
+            f"the disk of {folder} is {used:.0%} full: above {FULL_DISK:.0%} Ray writes nothing to it, so a run that "
+            "needs it for objects fails. Free some space, or set TMPDIR to another disk.",
         )
 
 

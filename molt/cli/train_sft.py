@@ -26,6 +26,7 @@ def static_checks(config: SftConfig) -> "Findings":
     """Everything found about an SFT run, errors included; never raises for what is wrong with the settings."""
     from molt import rules_sft
     from molt.cli import advice, check
+    from molt.cli.overlap import check_overlap
 
     found = check.Findings()
     check.add_rules(found, rules_sft.errors(config), rules_sft.warnings(config))
@@ -50,7 +51,9 @@ def static_checks(config: SftConfig) -> "Findings":
     if not check.has_columns(found, datasets, _columns(config)):
         return found
     if conversations is not None and held_out is not None:
-        advice.check_overlap(found, conversations, held_out, config.data.input_key)
+        trained = _first_conversations(config, most=sys.maxsize)
+        evaluated = _first_held_out(config, most=sys.maxsize)
+        check_overlap(found, trained.rows, evaluated.rows, evaluated.label, config.data.input_key)
     if conversations is not None and tokenizer is not None:
         found.attempt(_check_conversations, found, config, conversations, tokenizer)
     return found
@@ -69,23 +72,28 @@ def _check_places(found: "Findings", config: SftConfig) -> None:
     check_places(found, config.ckpt, written, [*models_here(models), *datasets_here(datasets)])
 
 
-def _first_conversations(config: SftConfig) -> "Dataset":
-    from molt.cli.check import Dataset, first_rows
+def _first_conversations(config: SftConfig, most: int | None = None) -> "Dataset":
+    from molt.cli.check import MOST_ROWS, Dataset, first_rows
     from molt.rules_sft import SFT
 
     data = config.data
     rows = first_rows(
-        data.dataset, "data.dataset", data.dataset_split, data.max_samples, mixed=data.dataset_probs is not None
+        data.dataset,
+        "data.dataset",
+        data.dataset_split,
+        data.max_samples,
+        mixed=data.dataset_probs is not None,
+        most=most or MOST_ROWS,
     )
     return Dataset(SFT.data.dataset, data.dataset, rows)
 
 
-def _first_held_out(config: SftConfig) -> "Dataset":
-    from molt.cli.check import Dataset, first_rows
+def _first_held_out(config: SftConfig, most: int | None = None) -> "Dataset":
+    from molt.cli.check import MOST_ROWS, Dataset, first_rows
     from molt.rules_sft import SFT
 
     paths = config.eval.dataset or ""
-    rows = first_rows(paths, "eval.dataset", config.eval.split)
+    rows = first_rows(paths, "eval.dataset", config.eval.split, most=most or MOST_ROWS)
     return Dataset(SFT.eval.dataset, paths, rows)
 
 

@@ -2,13 +2,12 @@
 
 import resource
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from molt.cli import environment
 from molt.cli.environment import ENOUGH, LIMITS, check_environment
-
-GIB = 2**30
 
 
 def _found(variables: dict[str, str], **more) -> list[tuple[str, str]]:
@@ -51,11 +50,14 @@ def test_a_long_directory_is_no_obstacle(tmp_path):
     assert level == "ok" and "/tmp/molt-" in text
 
 
-def test_a_full_disk(monkeypatch):
-    usage = type("Usage", (), {"total": 100 * GIB, "used": 97 * GIB, "free": 3 * GIB})
-    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
-    ((level, text),) = _found({"TMPDIR": "/tmp"})
-    assert level == "warning" and "97% full" in text and "above 95%" in text
+@pytest.mark.parametrize(("free", "text"), [(3, "97% full"), (6, None), (0, "100% full")])
+def test_a_full_disk(free, text):
+    disk = SimpleNamespace(f_blocks=100, f_bavail=free)
+    found = [finding.text for finding in environment.full_disk(Path("/tmp"), disk)]
+    assert len(found) == (text is not None)
+    if text is not None:
+        assert text in found[0] and "above 95%" in found[0]
+    assert list(environment.full_disk(Path("/proc"), SimpleNamespace(f_blocks=0, f_bavail=0))) == []
 
 
 def test_shared_memory(monkeypatch):
