@@ -26,7 +26,7 @@ from molt.config import RLConfig
 from molt.errors import LostError, ResourceError
 from molt.parallel.mesh import resolve_device
 from molt.parallel.shape import MeshShape
-from molt.process import loopback_without_proxy, short_sockets
+from molt.process import loopback_without_proxy, safe_path, short_sockets
 from molt.report.metrics import merge
 from molt.roles import assign_ranks
 from molt.rollout.agent_host import longest_s
@@ -189,7 +189,7 @@ class Cluster:
 
 def start_ray(config: RLConfig) -> None:
     """Join the Ray cluster of this machine (`ray start`), or start a local one that ends with this driver."""
-    variables = THIRD_PARTY_ENV | loopback_without_proxy(os.environ)
+    variables = THIRD_PARTY_ENV | loopback_without_proxy(os.environ) | safe_path(os.environ)
     if resolve_device(config.fsdp.device).type == "cpu":
         variables |= CPU_ENV
     elif config.train.full_determinism_enable:

@@ -16,9 +16,16 @@ LONGEST_TEMP = LONGEST_SOCKET - len(RAY_SOCKET)
 """Bytes of a directory in which Ray can make its sockets."""
 
 
+SAFE_PATH = "PYTHONSAFEPATH"
+OF_MOLT = "molt"
+"""The value of that variable where molt has set it, and not the user."""
+
+
 def prepare() -> None:
     """Make full garbage collections rare, and let third-party libraries report errors alone."""
     collect_rarely()
+    if os.environ.get(SAFE_PATH) == OF_MOLT:  # for this process and those it spawns, not for programs that it starts
+        del os.environ[SAFE_PATH]
     logging.getLogger("vllm").setLevel(logging.ERROR)  # it logs before it reads VLLM_LOGGING_LEVEL
 
 
@@ -31,6 +38,16 @@ def loopback_without_proxy(environment: Mapping[str, str]) -> dict[str, str]:
     exempt.update(dict.fromkeys(LOOPBACK))
     text = ",".join(exempt)
     return {"NO_PROXY": text, "no_proxy": text}
+
+
+def safe_path(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variable with which Python never puts the current directory first on `sys.path`.
+
+    `multiprocessing` passes it on as `-P`. Without it a `math.py` there ends every spawned process at its start.
+    """
+    if SAFE_PATH in environment:
+        return {}
+    return {SAFE_PATH: OF_MOLT}
 
 
 def short_sockets(environment: Mapping[str, str]) -> dict[str, str]:

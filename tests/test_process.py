@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from molt.process import LONGEST_TEMP, RAY_SOCKET, loopback_without_proxy, short_sockets
+from molt.process import LONGEST_TEMP, RAY_SOCKET, loopback_without_proxy, prepare, safe_path, short_sockets
 
 
 @pytest.mark.parametrize(
@@ -57,3 +57,15 @@ def test_sockets_of_ray_fit():
     assert len(moved["RAY_TMPDIR"]) <= LONGEST_TEMP
     assert short_sockets({"TMPDIR": "/" + "ü" * 20}) != {}, "bytes count, and ü has two"
     assert short_sockets({"TMPDIR": "/" + "x" * 39, "RAY_TMPDIR": "/tmp"}) == {}, "the user has chosen"
+
+
+def test_the_current_directory_is_not_first_in_spawned_processes(monkeypatch):
+    """Programs that an agent starts have the usual path: `python solution.py` imports what lies beside it."""
+    monkeypatch.setattr("molt.process.collect_rarely", lambda: None)
+    for name, value in safe_path({}).items():
+        monkeypatch.setenv(name, value)
+    prepare()
+    assert "PYTHONSAFEPATH" not in os.environ
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")  # the user's own
+    prepare()
+    assert os.environ["PYTHONSAFEPATH"] == "1" and safe_path(os.environ) == {}

@@ -76,8 +76,10 @@ class NoSignal:
     def _score_never_moves(self) -> bool:
         """Scores that differ say how good a rollout was, even where all are below 0: a negative distance, say.
 
-        A run without advantages has a notice of its own, which covers this.
+        A run without advantages has a notice of its own, which covers this. A distillation needs no score.
         """
+        if not self._reads_rewards:
+            return False
         has_advantages = self._steps_without_advantage == 0
         return has_advantages and self._steps >= STEPS_WITHOUT_SCORE and self._best_score <= 0 and len(self._scored) < 2
 

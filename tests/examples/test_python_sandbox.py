@@ -318,24 +318,25 @@ def test_deleting_does_not_hold_up_the_caller(home, monkeypatch):
     remover.write_text('#!/bin/sh\nsleep 1\nexec /bin/rm "$@"\n')
     remover.chmod(0o755)
     monkeypatch.setenv("PATH", f"{slow}:{os.environ['PATH']}")
+    monkeypatch.setattr(sandbox, "REMOVE_S", 0.3)
 
     async def timed():
         started = time.monotonic()
         await sandbox.run_python("1")
         seconds = time.monotonic() - started
-        await asyncio.sleep(1.5)
+        await asyncio.sleep(1.5)  # and it is deleted after all
         return seconds
 
     try:
-        assert asyncio.run(timed()) < sandbox.REMOVE_S + 0.5
+        assert asyncio.run(timed()) < 1.0
     finally:
         remover.unlink()
         slow.rmdir()
 
 
 def test_a_tree_that_is_hard_to_delete_is_deleted(run):  # the fixture looks
-    deep = "import os\nfor i in range(2000): os.mkdir('d'); os.chdir('d')\nprint('end')"
-    assert run(deep).stdout == "end\n"
+    deep = "import os\nfor i in range(90): os.mkdir('d' * 200); os.chdir('d' * 200)\nprint('end')"
+    assert run(deep).killed in (None, "disk"), "the path is longer than a system call takes"
     assert run("import os\nos.mkdir('a', 0o300); open('a/b', 'w'); os.mkdir('c', 0)\nprint('end')").stdout == "end\n"
 
 

@@ -31,10 +31,10 @@ if __name__ != "__main__":  # the process that becomes the code would wait for t
     import tempfile
 
 FILE_MB, WRITTEN_MB, OPEN_FILES = 8, 64, 64
-MOST_ENTRIES = 1000
-"""Files and directories that the code may have at a time, beside those it was given."""
+MOST_ENTRIES, MOST_DEPTH = 1000, 100
+"""Files and directories that the code may have at a time, beside those it was given; how deep they may be nested."""
 POLL_S = 0.02
-REMOVE_S = 0.5
+REMOVE_S = 2.0
 """For deleting its directory; what takes longer goes on after the return."""
 ENVIRONMENT = {"LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
@@ -155,21 +155,24 @@ def _written(pid: int) -> int:
 
 
 def _entries(folder: Path, most: int) -> int:
-    """Files and directories in a folder, to any depth; counting ends above `most`."""
+    """Files and directories in a folder; counting ends above `most`, which is also exceeded below `MOST_DEPTH`."""
     count = 0
-    folders = [str(folder)]
+    folders = [(str(folder), 0)]
     while folders and count <= most:
+        path, depth = folders.pop()
+        if depth > MOST_DEPTH:
+            return most + 1
         try:
-            with os.scandir(folders.pop()) as entries:
+            with os.scandir(path) as entries:
                 for entry in entries:
                     count += 1
                     if count > most:
                         break
                     if entry.is_dir(follow_symlinks=False):
-                        folders.append(entry.path)
+                        folders.append((entry.path, depth + 1))
         except (FileNotFoundError, NotADirectoryError, PermissionError):  # gone meanwhile, or closed, so nothing new
             continue
-        except OSError:  # nested so deep that the path is too long
+        except OSError:  # the path is too long
             return most + 1
     return count
 
