@@ -26,6 +26,7 @@ from molt.config import RLConfig
 from molt.errors import LostError, ResourceError
 from molt.parallel.mesh import resolve_device
 from molt.parallel.shape import MeshShape
+from molt.process import loopback_without_proxy, safe_path, short_sockets
 from molt.report.metrics import merge
 from molt.roles import assign_ranks
 from molt.rollout.agent_host import longest_s
@@ -195,13 +196,16 @@ class Cluster:
 
 def start_ray(config: RLConfig) -> None:
     """Join the Ray cluster of this machine (`ray start`), or start a local one that ends with this driver."""
-    variables = dict(THIRD_PARTY_ENV)
+    variables = THIRD_PARTY_ENV | loopback_without_proxy(os.environ) | safe_path(os.environ)
     if resolve_device(config.fsdp.device).type == "cpu":
         variables |= CPU_ENV
     elif config.train.full_determinism_enable:
         variables |= DETERMINISTIC_ENV
     if _all_models_are_local(config):
         variables["HF_HUB_OFFLINE"] = "1"
+    sockets = short_sockets(os.environ)
+    os.environ.update(sockets)
+    variables |= sockets
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if not sys.stderr.isatty():
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # no colour codes in a file

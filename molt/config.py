@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 from molt.errors import ConfigError
+from molt.paths import FUNCTION, PATH, PATHS, TEMPLATE
 
 
 class Range(NamedTuple):
@@ -137,9 +138,9 @@ class Section:
     def __post_init__(self):
         for name, hint in get_type_hints(type(self), include_extras=True).items():
             value = getattr(self, name)
-            for holds, consequence, fix in getattr(hint, "__metadata__", ()):
-                if value is not None and not holds(value):
-                    raise ConfigError(f"`{self.prefix}{name}` (={value}): {consequence}. {fix}.")
+            for mark in getattr(hint, "__metadata__", ()):
+                if isinstance(mark, Range) and value is not None and not mark.holds(value):
+                    raise ConfigError(f"`{self.prefix}{name}` (={value}): {mark.consequence}. {mark.fix}.")
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,7 @@ class OptimizerConfig(Section):
 class ModelConfig:
     """A model to train."""
 
-    model_name_or_path: str = ""
+    model_name_or_path: Annotated[str, PATH] = ""
     """Hugging Face model directory or hub name. Required."""
     gradient_checkpoint: Literal["full", "none"] = "full"
     """Recompute each layer in the backward pass instead of keeping its activations."""
@@ -226,7 +227,7 @@ class ActorConfig(OptimizerConfig, ModelConfig, prefix="actor."):
 class RefConfig(Section, prefix="ref."):
     """The reference model of the KL, or the teacher of on_policy_distill. It is frozen."""
 
-    model_name_or_path: str = ""
+    model_name_or_path: Annotated[str, PATH] = ""
     """Hugging Face model directory or hub name. Unset: the actor's."""
     num_nodes: Annotated[int, at_least(1, "nothing would score")] = 1
     """Nodes that hold reference ranks."""
@@ -242,7 +243,7 @@ def _adam_of_critic() -> AdamConfig:
 class CriticConfig(OptimizerConfig, ModelConfig, prefix="critic."):
     """The value model of gae."""
 
-    model_name_or_path: str = ""
+    model_name_or_path: Annotated[str, PATH] = ""
     """Hugging Face model directory or hub name. Unset: the actor's."""
     adam: AdamConfig = field(default_factory=_adam_of_critic)
     value_clip: Annotated[float, above_zero("no value could move")] = 0.2
@@ -338,7 +339,7 @@ class LoggerConfig(Section, prefix="logger."):
 class PromptDataConfig(Section, prefix="data."):
     """The prompts of RL."""
 
-    prompt_dataset: str = ""
+    prompt_dataset: Annotated[str, PATHS] = ""
     """Comma list of json, jsonl, csv, parquet or arrow files, saved dataset directories, hub names, each with an
     optional `@data_dir`. Required."""
     prompt_probs: str | None = None
@@ -357,7 +358,7 @@ class PromptDataConfig(Section, prefix="data."):
     """Column with the tools offered in the conversation; needs `apply_chat_template`."""
     apply_chat_template: bool = False
     """Rows are chat messages (a string becomes one user message), rendered by the model's template."""
-    chat_template: str | None = None
+    chat_template: Annotated[str | None, TEMPLATE] = None
     """A template file or text that overrides the model's."""
 
 
@@ -365,7 +366,7 @@ class PromptDataConfig(Section, prefix="data."):
 class AdvantageConfig(Section, prefix="algo.advantage."):
     """How rewards become advantages."""
 
-    estimator: str = "reinforce"
+    estimator: Annotated[str, FUNCTION] = "reinforce"
     """A name, or FILE.py:function. See docs/algorithms.md."""
     gamma: Annotated[
         float, share("a discount outside (0, 1] diverges or erases the reward", "Use 1.0 unless you mean to discount")
@@ -441,7 +442,7 @@ class AlgoConfig(Section, prefix="algo."):
         ascending("every group would be discarded", "Use LOW HIGH with LOW < HIGH, such as 0 1"),
     ] = (0.0, 1.0)
     """LOW HIGH; a group is kept when LOW < its mean score < HIGH."""
-    loss: str | None = None
+    loss: Annotated[str | None, FUNCTION] = None
     """FILE.py:function, a policy loss that you wrote. Unset: `actor.loss_mode`."""
 
 
@@ -449,7 +450,7 @@ class AlgoConfig(Section, prefix="algo."):
 class RewardConfig(Section, prefix="reward."):
     """A scorer, and reward shaping. The raw reward and the score stay untouched for metrics and evaluation."""
 
-    scorer: str | None = None
+    scorer: Annotated[str | None, PATH] = None
     """FILE.py that exports `score`: the reward is computed from the finished trajectory, in processes apart. Unset: the
     agent's reward."""
     scorer_timeout_s: Annotated[float, above_zero("no score would ever be there in time")] = 60.0
@@ -511,7 +512,7 @@ class RolloutConfig(Section, prefix="rollout."):
     replicate: bool | None = None
     """Finished groups have a second copy on another node, so that they outlive the loss of theirs. Unset: if there are
     several nodes."""
-    scheme: str | None = None
+    scheme: Annotated[str | None, PATH] = None
     """FILE.py that exports `run_group`: which rollout of a group runs when, and what it gets of finished ones. Unset:
     all at once. Evaluations have none. See docs/extending.md."""
     thinking_retention: Literal["all", "tool_cycle", "template"] = "all"
@@ -523,7 +524,7 @@ class RolloutConfig(Section, prefix="rollout."):
 class TrainConfig(Section, prefix="train."):
     """The loop."""
 
-    agent_path: str = ""
+    agent_path: Annotated[str, PATH] = ""
     """FILE.py that exports `AgentRunner`, or an environment of a library: gymnasium:ID, reasoning_gym:NAME,
     verifiers:ID. Required."""
     batch_size: Annotated[int | None, at_least(1, "nothing would be trained")] = None
@@ -616,7 +617,7 @@ class VllmConfig(Section, prefix="vllm."):
 class EvalConfig(Section, prefix="eval."):
     """Evaluation during RL."""
 
-    dataset: str | None = None
+    dataset: Annotated[str | None, PATHS] = None
     """Comma list of datasets as in --data.prompt_dataset; columns as in --data."""
     split: str = "train"
     """The split of saved directories and hub datasets."""

@@ -14,13 +14,14 @@ from molt.config import (
     Section,
     at_least,
 )
+from molt.paths import PATHS, TEMPLATE
 
 
 @dataclass(frozen=True)
 class SftDataConfig(Section, prefix="data."):
     """The conversations of SFT."""
 
-    dataset: str = ""
+    dataset: Annotated[str, PATHS] = ""
     """Comma list of json, jsonl, csv, parquet or arrow files, saved dataset directories, hub names, each with an
     optional `@data_dir`. Required."""
     dataset_probs: str | None = None
@@ -37,7 +38,7 @@ class SftDataConfig(Section, prefix="data."):
     """Column with the answer. Unset: the input column holds the whole conversation."""
     tools_key: str | None = None
     """Column with the tools offered in the conversation."""
-    chat_template: str | None = None
+    chat_template: Annotated[str | None, TEMPLATE] = None
     """A template file or text that overrides the model's."""
     train_on_last_turn_only: bool = False
     """Only the last assistant turn enters the loss."""
@@ -66,7 +67,7 @@ class SftTrainConfig(Section, prefix="train."):
 class SftEvalConfig(Section, prefix="eval."):
     """Held-out loss during SFT."""
 
-    dataset: str | None = None
+    dataset: Annotated[str | None, PATHS] = None
     """Comma list of datasets as in --data.dataset; columns as in --data."""
     split: str = "train"
     """The split of saved directories and hub datasets."""

@@ -6,12 +6,12 @@ import os
 import sys
 import sysconfig
 import traceback
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, ModuleType
 
 from molt.errors import ConfigError, MoltError, described, did_you_mean
+from molt.plugins import make_importable, module_name
 
 _LIBRARIES = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
 _NOT_THE_USERS = tuple(f"{folder}{os.sep}" for folder in [*_LIBRARIES, str(Path(__file__).parent)])
@@ -23,7 +23,7 @@ _OF_AN_IDLE_LOOP = ("selectors.py", _LOOP, "threading.py")
 
 
 def load_module(path: str, flag: str, error: type[MoltError] = ConfigError) -> ModuleType:
-    """Import FILE.py. Raises `error` with the setting `flag`, what is wrong and the fix."""
+    """Import FILE.py, as `plugins` says. Raises `error` with the setting `flag`, what is wrong and the fix."""
     file = Path(path)
     setting = f"`{flag}` (={path})"
     if not file.is_file():
@@ -31,12 +31,11 @@ def load_module(path: str, flag: str, error: type[MoltError] = ConfigError) -> M
         near = did_you_mean(file.name, neighbours)
         raise error(f"{setting} is not a file: there is nothing to run.{near} Give the path of a FILE.py.")
 
-    # Two files of the same name are two modules.
-    name = f"molt_plugin_{file.stem}_{zlib.crc32(str(file.resolve()).encode()):08x}"
-    spec = importlib.util.spec_from_file_location(name, file)
+    spec = importlib.util.spec_from_file_location(module_name(file), file)
     if spec is None or spec.loader is None:
         raise error(f"{setting} is not a Python file: it cannot be imported. Use FILE.py.")
     module = importlib.util.module_from_spec(spec)
+    make_importable(file.parent)
     sys.modules[spec.name] = module  # dataclasses and pickle look a class's module up there
     try:
         spec.loader.exec_module(module)
@@ -58,9 +57,9 @@ def load_module(path: str, flag: str, error: type[MoltError] = ConfigError) -> M
 def raised_at(error: BaseException) -> str:
     """`FILE:LINE`, the innermost line of the user's that led to the error; if there is none, the line that raised it.
 
-    A `SyntaxError` names the line that cannot be parsed.
+    A `SyntaxError` names the line of the file that cannot be parsed; of text that the user's code parses, that code.
     """
-    if isinstance(error, SyntaxError) and error.filename is not None:
+    if isinstance(error, SyntaxError) and error.filename is not None and not error.filename.startswith("<"):
         return f"{error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
@@ -108,4 +107,5 @@ def running_at(frame: FrameType) -> str | None:
 
 
 def _is_users(filename: str) -> bool:
-    return not filename.startswith((*_NOT_THE_USERS, "<"))
+    is_installed = bool({"site-packages", "dist-packages"} & set(Path(filename).parts))
+    return not is_installed and not filename.startswith((*_NOT_THE_USERS, "<"))

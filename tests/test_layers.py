@@ -26,6 +26,8 @@ LAYERS = [
         "process",
         "hub",
         "config_file",
+        "paths",
+        "plugins",
         "checkpoint_files",
     },
     {"algo", "batch"},

@@ -71,9 +71,40 @@ def test_rounding_is_no_advantage():
     assert len(notices([step] * 5)) == 1
 
 
-def test_advantages_that_the_ranks_compute_are_not_judged():
+def by_ranks(groups):
+    """The advantages of a token estimator, which the driver does not know."""
+    return [[None] * len(group.rollouts) for group in groups]
+
+
+def test_equal_rewards_are_named_where_the_ranks_compute_the_advantages():
+    groups, _ = batch(scored(0, 0), scored(0, 0))
+    ((step, text),) = notices([(groups, by_ranks(groups))] * 20)
+    assert step == 5 and "every rollout had the same reward (0)" in text and "nothing was learned" in text
+
+
+def test_rewards_that_differ_are_left_to_the_ranks():
+    """In a batch, or from batch to batch: a critic compares across batches."""
+    groups, _ = batch(scored(0, 1))
+    assert notices([(groups, by_ranks(groups))] * 20) == []
+    steps = []
+    for reward in (0, 1) * 10:
+        groups, _ = batch(scored(reward, reward))
+        steps.append((groups, by_ranks(groups)))
+    assert notices(steps) == []
+
+
+def test_one_reward_for_all_teaches_nothing_without_a_baseline():
+    """`reinforce` without whitening: every advantage is the reward, 0.5."""
+    groups, _ = batch(scored(0.5, 0.5), scored(0.5, 0.5))
+    ((step, text),) = notices([(groups, [[0.5, 0.5], [0.5, 0.5]])] * 20)
+    assert step == 5 and "the same reward (0.5)" in text
+    assert notices([(groups, [[0.5, 0.2], [0.5, 0.2]])] * 20) == [], "an estimator that reads the lengths"
+
+
+def test_a_distillation_reads_no_rewards():
     groups, _ = batch(scored(0, 0))
-    assert notices([(groups, [[None, None]])] * 5) == []
+    signal = NoSignal(reads_rewards=False)
+    assert [signal.look(groups, by_ranks(groups)) for _ in range(20)] == [[]] * 20
 
 
 def test_a_reward_that_rises_without_a_score_above_0():

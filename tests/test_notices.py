@@ -38,3 +38,14 @@ def test_what_is_ignored_is_named_in_its_own_words_and_totals_are_not(capsys):
     lines = capsys.readouterr().err.splitlines()
     words = ["asks for a tool_choice", "offers the tool web_search", "sends the option reasoning_effort"]
     assert len(lines) == 3 and [word in line for word, line in zip(words, lines, strict=True)] == [True] * 3
+
+
+def test_rollouts_without_a_model_call_are_named_once(capsys):
+    notices = Notices()
+    notices.look(1, {"rollout/no_model_call": 0.0})
+    assert capsys.readouterr().err == ""
+    notices.look(2, {"rollout/no_model_call": 0.25})
+    line = capsys.readouterr().err
+    assert line.startswith("step 2: 25% of the rollouts ended without a model call") and "ctx.openai_url" in line
+    notices.look(3, {"rollout/no_model_call": 1.0})
+    assert capsys.readouterr().err == ""

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from molt.agents.child_environment import for_harness
 from molt.agents.env import Result
 from molt.agents.episode import AgentMethods, Episode, EpisodeContext, built, checked, outcome_of
 from molt.agents.harness import Finished, run_harness
@@ -21,6 +22,7 @@ from molt.agents.step_runner import CLOSE_S
 from molt.chat.session import Session
 from molt.chat.tree import Node
 from molt.errors import AgentError, did_you_mean
+from molt.process import loopback_without_proxy
 from molt.types import PROMPT_TOO_LONG, InfraFailure, Json, Media, PolicyFailure, ReplaceGroup, Turn
 from molt.user_module import place_of
 
@@ -78,11 +80,13 @@ class ChatContext:
     ) -> Finished:
         """Run an external program with the session in its environment, and end what it started with it.
 
-        `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL`, `ANTHROPIC_API_KEY` are set; `env` is on top. Ended
-        are its process group, its descendants, and whoever has its `MOLT_HARNESS` in the environment: all but a process
-        that left the group, lost its parents and cleared its environment.
+        `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL`, `ANTHROPIC_API_KEY` are set. Of the runner's
+        variables it gets those of `child_environment.py`, none of which is a secret; `env` is on top. Ended are its
+        process group, its descendants, and whoever has its `MOLT_HARNESS` in the environment: all but a process that
+        left the group, lost its parents and cleared its environment.
         """
-        environment = {**os.environ, **self._session_environment()}
+        passed = for_harness(os.environ)
+        environment = {**passed, **self._session_environment(), **loopback_without_proxy(passed)}
         if cwd is not None:
             environment["PWD"] = os.path.abspath(cwd)  # some programs look there, and not where they are
         if env is not None:
@@ -90,14 +94,12 @@ class ChatContext:
         return await run_harness(command, environment=environment, cwd=cwd, stdin=stdin, timeout_s=timeout_s)
 
     def _session_environment(self) -> dict[str, str]:
-        """The variables by which clients find the session, without a proxy."""
+        """The variables by which clients find the session."""
         return {
             "OPENAI_BASE_URL": self.openai_url,
             "OPENAI_API_KEY": self.api_key,
             "ANTHROPIC_BASE_URL": self.base_url,
             "ANTHROPIC_API_KEY": self.api_key,
-            "NO_PROXY": "127.0.0.1",
-            "no_proxy": "127.0.0.1",
         }
 
 

@@ -124,6 +124,12 @@ class Episode:
         self.returned_info.update(result.info)
         self.info.update(info_numbers(result.info))
 
+    def count(self, name: str, more: int) -> None:
+        """Add to one of the counters that an `Env` and a `ChatAgent` have in common."""
+        if more:
+            key = f"chat_{name}"
+            self.info[key] = self.info.get(key, 0.0) + more
+
     def with_turn_rewards(self) -> list[Turn]:
         """The turns, each with what it earned at its last token, if one before the last earned anything."""
         if not any(self._rewards[:-1]):

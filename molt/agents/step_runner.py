@@ -90,7 +90,7 @@ class StepEnvRunner(Serving):
             state["turn"] = len(episode.turns)
             state["action"] = context.renderer.decode(sampled)
             state["finish_reason"] = turn.finish_reason
-            calls = _read_tool_calls(context, turn, state)
+            calls = _read_tool_calls(context, turn, state, episode)
             episode.turns.append(turn)
             episode.messages.append(_answer(state, calls))
             episode.cut = "length" if turn.finish_reason == "length" else None  # also if `step` raises PolicyFailure
@@ -175,14 +175,17 @@ def _smallest(room: int, *limits: int | None) -> int:
     return min([room, *(limit for limit in limits if limit is not None)])
 
 
-def _read_tool_calls(context: EpisodeContext, turn: Turn, state: Json) -> list[ToolCall]:
-    """The tool calls of a turn, which are entered in `state`. Nothing is, where no tools are offered."""
+def _read_tool_calls(context: EpisodeContext, turn: Turn, state: Json, episode: Episode) -> list[ToolCall]:
+    """The tool calls of a turn, which are entered in `state` and counted. Nothing is, where no tools are offered."""
     if context.chat is None or not context.prompt.tools:
         return []
     parsed: Parsed = context.chat.parse(turn.token_ids.tolist(), context.prompt.tools, turn.prompt_ids.tolist())
     state["content"] = parsed.content
     state["tool_calls"] = [{"name": call.name, "arguments": json.loads(call.arguments)} for call in parsed.tool_calls]
     state["malformed_calls"] = parsed.malformed
+    episode.count("tool_offers", 1)
+    episode.count("tool_calls", len(parsed.tool_calls))
+    episode.count("malformed_calls", len(parsed.malformed))
     return parsed.tool_calls
 
 

@@ -207,6 +207,8 @@ class Session:
             self.counters["malformed_calls"] += each.malformed_calls
             if request.one_call and len(each.answer.tool_calls) > 1:
                 self.counters["ignored_parallel_tool_calls"] += 1
+            self.counters["tool_offers"] += bool(request.tools)
+            self.counters["tool_calls"] += len(each.answer.tool_calls)
             if matched.match is not None:
                 self._record(matched.match, prompt, each, request)
         return ChatReply(

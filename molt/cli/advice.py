@@ -3,19 +3,20 @@
 Disk space, prompts that are trained and evaluated, processes against cores or GPUs.
 """
 
-import json
 import os
 import shutil
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple
 
 from molt.algorithm import load_algorithm
-from molt.cli.check import Dataset, Findings, first_held_out, first_prompts, nearest_existing, static_checks
+from molt.cli.check import first_held_out, first_prompts, static_checks
+from molt.cli.findings import Findings
+from molt.cli.model_size import model_size
+from molt.cli.overlap import check_overlap
+from molt.cli.places import nearest_existing
 from molt.config import CkptConfig, RLConfig
-from molt.data.rows import Rows
 from molt.errors import MoltError
 from molt.parallel import mesh
 from molt.roles import Role, roles
@@ -46,7 +47,9 @@ def advise(config: RLConfig) -> Findings:
 
     with suppress(MoltError):
         if config.data.prompt_dataset and config.eval.dataset:
-            check_overlap(found, first_prompts(config), first_held_out(config), config.data.input_key)
+            trained = first_prompts(config, most=sys.maxsize)
+            held_out = first_held_out(config, most=sys.maxsize)
+            check_overlap(found, trained.rows, held_out.rows, held_out.label, config.data.input_key)
     with suppress(MoltError):
         _check_resources(found, config, models)
     return found
@@ -64,19 +67,12 @@ def _models(config: RLConfig) -> list[Role]:
 # Disk space.
 
 
-class ModelSize(NamedTuple):
-    """A model on this disk."""
-
-    stored_bytes: int
-    parameters: int
-
-
 def check_disk(found: Findings, ckpt: CkptConfig, model: str, *, critic: str = "", keeps_best: bool = False) -> None:
     """Checkpoints and models against free space. critic: its model, or "". keeps_best: the best checkpoint is kept."""
-    exported = _size(model)
+    exported = model_size(model)
     parameters = exported.parameters
     if critic:
-        parameters += _size(critic).parameters
+        parameters += model_size(critic).parameters
     checkpoint = parameters * CHECKPOINT_BYTES
     if ckpt.save_hf:
         checkpoint += exported.stored_bytes
@@ -97,40 +93,6 @@ def check_disk(found: Findings, ckpt: CkptConfig, model: str, *, critic: str = "
             f"`ckpt.max_num` (={ckpt.max_num}): checkpoints may take {needed / GIB:.1f} GiB, and a save would fail: "
             f"{ckpt.checkpoints} has {free / GIB:.1f} GiB. Keep fewer, or use another --ckpt.output_dir.",
         )
-
-
-def _size(model: str) -> ModelSize:
-    description = Path(model, "config.json")
-    is_float32 = description.is_file() and '"float32"' in description.read_text()
-    parameter_bytes = 4 if is_float32 else 2
-    stored = sum(file.stat().st_size for file in description.parent.glob("*.safetensors"))
-    return ModelSize(stored, stored // parameter_bytes)
-
-
-# Prompts that are trained and evaluated.
-
-
-def check_overlap(found: Findings, trained: Dataset, held_out: Dataset, column: str) -> None:
-    """Add a warning about prompts that are evaluated and trained on too."""
-    trained_prompts = set(_prompts(trained.rows, column).values())
-    held_out_prompts = _prompts(held_out.rows, column)
-    both = [number for number, prompt in held_out_prompts.items() if prompt in trained_prompts]
-    if both:
-        found.add(
-            "warning",
-            f"{held_out.label}: {len(both):,} of {len(held_out.rows):,} prompts are trained on too "
-            f"(first: row {both[0]}), so it says little about new ones. Remove them from one side.",
-        )
-
-
-def _prompts(rows: Rows, column: str) -> dict[int, str]:
-    """The prompts by row number, as comparable text; rows without one are left out."""
-    prompts: dict[int, str] = {}
-    for number in range(len(rows)):
-        value = rows[number].get(column)
-        if value is not None:
-            prompts[number] = json.dumps(value, sort_keys=True)
-    return prompts
 
 
 # Processes against cores or GPUs.

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from molt.errors import AgentError, ConfigError, UnusableRow
+from molt.paths import PATH, PATHS
 
 if TYPE_CHECKING:  # `molt agent check --help` is instant
     from molt.agents.episode import Episode, EpisodeContext
@@ -23,10 +24,16 @@ if TYPE_CHECKING:  # `molt agent check --help` is instant
     from molt.types import Prompt, Turn
 
 DEFAULT_ANSWER = "hello"
+PATHS_GIVEN = {"file": PATH, "model": PATH, "scorer": PATH, "tools": PATH, "data": PATHS}
+"""Arguments that name files."""
 
 
 def main(argv: list[str]) -> int:
     arguments = _parser().parse_args(argv)
+    for name, mark in PATHS_GIVEN.items():
+        text = getattr(arguments, name)
+        if text is not None:
+            setattr(arguments, name, mark.absolute(text))
     return _check(arguments)
 
 

@@ -23,6 +23,8 @@ from molt.cli.row_names import help_from_tables, refuse_unknown_rows
 from molt.config import refuse_known
 from molt.config_file import TOML_WORDS, load
 from molt.errors import ConfigError, LostError, MoltError, did_you_mean
+from molt.paths import expanded, with_absolute_paths
+from molt.process import loopback_without_proxy
 from molt.rare_gc import collect_rarely
 
 Config = TypeVar("Config")
@@ -55,7 +57,8 @@ CONFIG_HELP = (
 
 
 def parse(config_class: type[Config], argv: list[str], *, prog: str, about: str | None = None) -> Config:
-    """The settings in `argv`. about: the first line of the help; None: that of `config_class`.
+    """The settings in `argv`, every path in them absolute. about: the first line of the help; None: that of
+    `config_class`.
 
     Raises `ConfigError`; what tyro refuses it prints, and exits with 2.
     """
@@ -90,6 +93,7 @@ def parse(config_class: type[Config], argv: list[str], *, prog: str, about: str 
         print(_without_double_no(stdout.getvalue()), end="", flush=True)
         sys.stderr.write(stderr.getvalue())
         raise
+    config = with_absolute_paths(config)
     refuse_unknown_rows(config)
     return config
 
@@ -107,9 +111,11 @@ def _take_config_file(argv: list[str], prog: str) -> tuple[Path | None, list[str
     """The value of `--config`, which tyro does not have, and the other arguments."""
     # Abbreviations would shadow `--ckpt.*` and friends.
     parser = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False, usage=f"{prog} [OPTIONS]")
-    parser.add_argument("--config", type=Path)
+    parser.add_argument("--config")
     known, others = parser.parse_known_args(argv)
-    return known.config, others
+    if known.config is None:
+        return None, others
+    return expanded(known.config), others
 
 
 def _without_double_no(text: str) -> str:
@@ -220,6 +226,11 @@ def _check_value(name: str, hint: Any, value: str) -> None:
                 f"`{name}` (={value}) is no choice of it, so nothing was started.{did_you_mean(value, choices)} "
                 f"Use one of: {', '.join(choices)}."
             )
+    if hint is Path and not value:
+        raise ConfigError(
+            f"`{name}` is empty, which would be the current directory: is a variable of the shell unset? Write the "
+            "directory after the flag; `.` is the current one."
+        )
     if hint in (int, float):
         try:
             hint(value)
@@ -236,6 +247,7 @@ def run_command(command: Callable[[list[str]], int | None], argv: list[str]) -> 
     Exits silently when the reader of stdout is gone (`molt rl --help | head`).
     """
     collect_rarely()
+    os.environ.update(loopback_without_proxy(os.environ))
     try:
         code = command(argv) or 0
         sys.stdout.flush()

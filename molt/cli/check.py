@@ -6,13 +6,13 @@ engine, no Ray, no weights.
 
 import asyncio
 import math
+import os
 import re
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
 from rich.text import Text
@@ -27,7 +27,11 @@ from molt.chat.chat_renderer import load_chat_renderer
 from molt.chat.render import Renderer, for_template, load_tokenizer, render_text
 from molt.chat.round_trip import check_round_trip
 from molt.chat.shown import Part, hidden_parts, ignored_keys
+from molt.cli.environment import check_environment
+from molt.cli.findings import Findings
 from molt.cli.model_directory import ModelDirectory, doubts, new_end, require_exportable, without_end
+from molt.cli.model_size import model_size
+from molt.cli.places import Place, check_rl_places, check_writable
 from molt.config import CkptConfig, FsdpConfig, RLConfig
 from molt.data.mixture import EpochOrder
 from molt.data.prompts import PromptDataset
@@ -45,7 +49,6 @@ if TYPE_CHECKING:  # `molt check` imports them when it needs them
 
     from molt.rollout.scorer_pool import ScorerFacts
 
-Level = Literal["error", "warning", "ok"]
 COLOURS = {"error": "bold red", "warning": "yellow", "ok": "green"}
 NOT_READ = "Put it into the messages, or remove the column."
 UNREAD_COLUMNS = {
@@ -69,38 +72,7 @@ MOST_ROWS = 20_000
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 """The sizes of vLLM's CPU attention; with another size an engine starts and dies at the first request."""
 
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
 Config = TypeVar("Config")
-
-
-class Finding(NamedTuple):
-    """One line of the report."""
-
-    level: Level
-    text: str
-
-
-class Findings(list[Finding]):
-    """The report as it grows."""
-
-    def add(self, level: Level, *texts: str) -> None:
-        for text in texts:
-            self.append(Finding(level, text))
-
-    def attempt(
-        self, function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
-    ) -> Result | None:
-        """The result of the function, or None and an error in the report if it raises a MoltError."""
-        try:
-            return function(*args, **kwargs)
-        except MoltError as error:
-            self.add("error", str(error))
-            return None
-
-    @property
-    def errors(self) -> list[str]:
-        return [finding.text for finding in self if finding.level == "error"]
 
 
 def static_checks(config: RLConfig) -> Findings:
@@ -116,8 +88,10 @@ def training_checks(config: RLConfig) -> Findings:
     algorithm = load_algorithm(found, config)
     add_rules(found, rules.errors("rl", config, algorithm), rules.warnings("rl", config, algorithm))
     found.attempt(check_output_dir, config.ckpt)
+    check_rl_places(found, config)
 
     device = check_device(found, config.fsdp)
+    found.extend(check_environment(os.environ, weights_in_shared_memory(config, device)))
     if device is not None:
         found.attempt(check_attention, config.fsdp, device)
     tokenizer = check_policy(found, config, device, config.fsdp)
@@ -141,6 +115,7 @@ def evaluation_checks(config: RLConfig) -> Findings:
     found = Findings()
     add_rules(found, rules.errors("eval", config), rules.warnings("eval", config))
     device = check_device(found, config.fsdp)
+    found.extend(check_environment(os.environ))
     tokenizer = check_policy(found, config, device, fsdp=None)
     check_agent(found, config, tokenizer)
     check_scorer(found, config)
@@ -186,6 +161,19 @@ def check_device(found: Findings, fsdp: FsdpConfig) -> "torch.device | None":
     return found.attempt(resolve_device, fsdp.device)
 
 
+def weights_in_shared_memory(config: RLConfig, device: "torch.device | None") -> int:
+    """The bytes that each weight sync writes there: engines on a CPU map the weights of the trainer."""
+    on_cpu = device is not None and device.type == "cpu"
+    by_files = config.vllm.weight_transfer in ("auto", "shm")
+    if not on_cpu or not by_files or config.train.rollout_replay_dir is not None:
+        return 0
+    dtype = config.vllm.dtype
+    if dtype == "auto":
+        dtype = config.fsdp.param_dtype or "fp32"
+    parameter_bytes = 4 if dtype == "fp32" else 2
+    return model_size(config.actor.model_name_or_path).parameters * parameter_bytes
+
+
 def check_attention(fsdp: FsdpConfig, device: "torch.device") -> None:
     """Raise if the device cannot run the attention that trains."""
     from molt.models.backends.choice import attention_implementation
@@ -195,37 +183,12 @@ def check_attention(fsdp: FsdpConfig, device: "torch.device") -> None:
 
 def check_output_dir(ckpt: CkptConfig) -> None:
     """Raise if the run could not be written, or would be mixed with another one."""
-    folder = nearest_existing(ckpt.output_dir)
-    problem = ""
-    if not folder.is_dir():
-        problem = "a file"
-    elif not _writable(folder):
-        problem = "not writable"
-    if problem:
-        raise ConfigError(
-            f"`ckpt.output_dir` (={ckpt.output_dir}): {folder} is {problem}, so nothing of the run could be saved. "
-            "Use a directory that you may write to."
-        )
-
+    check_writable(Place(RL.ckpt.output_dir, ckpt.output_dir))
     if holds_run(ckpt) and not ckpt.load_enable:
         raise CheckpointError(
             f"`ckpt.output_dir` (={ckpt.output_dir}) holds a run, which would be overwritten. Pass --ckpt.load_enable "
             "to resume it, or another --ckpt.output_dir."
         )
-
-
-def _writable(folder: Path) -> bool:
-    # Permission bits are not enough: root passes them on a file system that takes no files.
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            return True
-    except OSError:
-        return False
-
-
-def nearest_existing(path: Path) -> Path:
-    """The path, or the nearest of its parents that exists."""
-    return next(parent for parent in (path, *path.absolute().parents) if parent.exists())
 
 
 # Models.
@@ -422,8 +385,12 @@ def check_agent(found: Findings, config: RLConfig, tokenizer: "PreTrainedTokeniz
     if runner is None:
         return
     found.add("ok", f"agent: {path} imports")
-    if isinstance(runner, ChatAgentRunner) and tokenizer is not None:
+    if tokenizer is None:
+        return
+    if isinstance(runner, ChatAgentRunner):
         found.attempt(_check_chat, found, config)
+    elif config.data.tools_key is not None and config.data.apply_chat_template:
+        found.attempt(_check_rendering, found, config)
 
 
 def check_scheme(found: Findings, config: RLConfig) -> None:
@@ -440,6 +407,11 @@ def _check_chat(found: Findings, config: RLConfig) -> None:
             f"`data.apply_chat_template` (=False) with `train.agent_path` (={config.train.agent_path}): a ChatAgent "
             "talks in messages, so plain prompts would reach no client. Pass --data.apply_chat_template."
         )
+    _check_rendering(found, config)
+
+
+def _check_rendering(found: Findings, config: RLConfig) -> None:
+    """Whether conversations, with calls where tools are offered, are read as the template writes them."""
     renderer = load_chat_renderer(
         config.actor.model_name_or_path,
         config.data.chat_template,
@@ -507,8 +479,8 @@ def first_rows(
     return load_rows(paths, flag=flag, split=split, max_samples=min(max_samples or most, most), each=each)
 
 
-def first_prompts(config: RLConfig) -> Dataset:
-    """The prompts of training. Raises DataError."""
+def first_prompts(config: RLConfig, most: int = MOST_ROWS) -> Dataset:
+    """The prompts of training, `most` of each dataset. Raises DataError."""
     data = config.data
     rows = first_rows(
         data.prompt_dataset,
@@ -516,14 +488,15 @@ def first_prompts(config: RLConfig) -> Dataset:
         data.prompt_split,
         data.max_samples,
         mixed=data.prompt_probs is not None,
+        most=most,
     )
     return Dataset(RL.data.prompt_dataset, data.prompt_dataset, rows)
 
 
-def first_held_out(config: RLConfig) -> Dataset:
-    """The prompts of the evaluation. Raises DataError."""
+def first_held_out(config: RLConfig, most: int = MOST_ROWS) -> Dataset:
+    """The prompts of the evaluation, `most` of each dataset. Raises DataError."""
     paths = config.eval.dataset or ""
-    rows = first_rows(paths, "eval.dataset", config.eval.split)
+    rows = first_rows(paths, "eval.dataset", config.eval.split, most=most)
     return Dataset(RL.eval.dataset, paths, rows)
 
 

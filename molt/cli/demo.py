@@ -17,6 +17,7 @@ from pathlib import Path
 from rich.console import Console
 
 from molt.errors import ConfigError
+from molt.paths import expanded
 
 AGENT_FILE = Path(__file__).with_name("demo_task.py")
 HELD_OUT = 512
@@ -36,7 +37,7 @@ def main(argv: list[str] | None = None) -> None:
         prog="molt demo", description=__doc__, epilog="Other flags are those of `molt rl`, for the RL run."
     )
     parser.add_argument(
-        "--output_dir", type=Path, default=Path("demo"), help="where everything lands (default: ./demo)"
+        "--output_dir", type=expanded, default=Path("demo"), help="where everything lands (default: ./demo)"
     )
     parser.add_argument("--train.seed", dest="seed", type=int, default=42, help="seed of data, model and sampling")
     known, rl_flags = parser.parse_known_args(argv)

@@ -2,12 +2,13 @@
 
 from typing import TYPE_CHECKING
 
-from molt.agents.episode import EpisodeContext
+from molt.agents.episode import Episode, EpisodeContext
 from molt.agents.load import load_runner
 from molt.chat.chat_renderer import load_chat_renderer
 from molt.chat.render import load_renderer
-from molt.cli.check import Findings, first_rows
+from molt.cli.check import first_rows
 from molt.cli.episode import DEFAULT_ANSWER, MAX_TURNS, Limit, ScriptedModel, play
+from molt.cli.findings import Findings
 from molt.config import RLConfig
 from molt.data.prompts import PromptDataset
 from molt.errors import DataError, MoltError, UnusableRow
@@ -29,7 +30,7 @@ def check_episode(found: Findings, config: RLConfig) -> None:
     if found.errors or not agent or is_replay:
         return
     try:
-        outcome = _outcome(config)
+        episode = _episode(config)
     except ReplaceGroup as replaced:
         found.add("ok", f"episode: {agent} asks for another prompt ({replaced.reason}: {replaced.detail})")
     except MoltError as error:
@@ -39,11 +40,20 @@ def check_episode(found: Findings, config: RLConfig) -> None:
             "the agent needs a service or an answer that is not here.",
         )
     else:
-        found.add("ok", f"episode: {agent} plays one; when the model says {DEFAULT_ANSWER!r} it ends as {outcome}")
+        outcome = episode.outcome
+        ending = f"{type(outcome).__name__}: reward {outcome.reward:g}, score {outcome.score:g}"
+        found.add("ok", f"episode: {agent} plays one; when the model says {DEFAULT_ANSWER!r} it ends as {ending}")
+        if not episode.turns:
+            found.add(
+                "warning",
+                f"episode: {agent} ended it without asking the model, so nothing would be trained. If that is no "
+                "choice of yours, its client does not reach the session: use ctx.openai_url or ctx.base_url, and let "
+                "its errors pass.",
+            )
 
 
-def _outcome(config: RLConfig) -> str:
-    """`Scored: reward 0, score 0`. Raises `ReplaceGroup`, and a MoltError for what would fail a rollout in a run."""
+def _episode(config: RLConfig) -> Episode:
+    """Raises `ReplaceGroup`, and a MoltError for what would fail a rollout in a run."""
     model = config.actor.model_name_or_path
     template = config.data.chat_template
     runner = load_runner(config.train.agent_path)
@@ -67,8 +77,7 @@ def _outcome(config: RLConfig) -> str:
     )
     seconds = min(EPISODE_S, config.rollout.timeout_s)
     limit = Limit(seconds, "the time of a check", fix="make it faster")
-    outcome = play(runner, context, config.train.agent_path, limit).outcome
-    return f"{type(outcome).__name__}: reward {outcome.reward:g}, score {outcome.score:g}"
+    return play(runner, context, config.train.agent_path, limit)
 
 
 def _first_prompt(config: RLConfig) -> "Prompt":

@@ -124,11 +124,25 @@ ALIASES: dict[str, tuple[str, ...]] = {
 }
 
 
+NOT_BUILT = {
+    "lora": "LoRA",
+    "peft": "LoRA",
+    "muon": "Muon",
+    "routing_replay": "routing replay",
+    "router_replay": "routing replay",
+}
+"""What unknown flags begin with that ask for something molt does not have; a flag that exists never gets here."""
+FIRST = ("actor.", "rollout.", "train.")
+"""Sections that a word without one means where several have it."""
+
+
 def flag_hint(name: str, known: Iterable[str]) -> str:
     """What to say about the unknown flag `name` (dotted, without dashes), or an empty string."""
     flags = sorted(known)
-    if any(part.startswith("lora") for part in name.split(".")):
-        return " molt has no LoRA yet."
+    for part in name.split("."):
+        for beginning, feature in NOT_BUILT.items():
+            if part.startswith(beginning):
+                return f" molt has no {feature} yet."
     if _last_word(name) in ("fp16", "half"):
         return f" {NOT_OFFERED['fsdp.param_dtype']['fp16']}."
     meant = _same_section(name, flags) or _alias(name, flags) or _same_word(name, flags) or _near(name, flags)
@@ -170,7 +184,9 @@ def _same_section(name: str, flags: list[str]) -> str | None:
 def _same_word(name: str, flags: list[str]) -> str | None:
     """The flag in another section: `--lr` is far from `--actor.adam.lr` by letters."""
     word = _last_word(name)
-    return _most_similar(name, [flag for flag in flags if _last_word(flag) == word])
+    same = [flag for flag in flags if _last_word(flag) == word]
+    usual = [flag for flag in same if flag.startswith(FIRST)]
+    return _most_similar(name, usual or same)
 
 
 def _alias(name: str, flags: list[str]) -> str | None:
@@ -188,4 +204,6 @@ def _near(name: str, flags: list[str]) -> str | None:
     """By letters, if the last words are near; a common section alone says nothing."""
     word = _last_word(name)
     near = [flag for flag in flags if _similarity(word, _last_word(flag)) >= NEAR]
-    return _most_similar(name, near)
+    own_section = [flag for flag in near if flag.startswith(f"{name.partition('.')[0]}.")]
+    usual = [flag for flag in near if flag.startswith(FIRST)]
+    return _most_similar(name, own_section or usual or near)

@@ -2,12 +2,12 @@
 
 import argparse
 import sys
-from pathlib import Path
 
 from molt.cli.args import parse, run_command
 from molt.config import RLConfig
 from molt.config_sft import SftConfig
 from molt.errors import ConfigError, did_you_mean
+from molt.paths import expanded
 
 CHECKED = ("rl", "sft", "eval")
 HELP = """molt trains agents with reinforcement learning.
@@ -109,7 +109,7 @@ def report(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="molt report", description="Writes report.html, the page of a run.")
     parser.add_argument("run", metavar="RUN", help="the --ckpt.output_dir of a run, or the run/ in it")
     arguments = parser.parse_args(argv)
-    run = Path(arguments.run)
+    run = expanded(arguments.run)
     if (run / "run").is_dir():
         run = run / "run"
     if not (run / "metrics.jsonl").is_file():

@@ -18,7 +18,8 @@ from molt.config_sft import SftConfig
 if TYPE_CHECKING:  # imported once the flags are known to be right
     from transformers import PreTrainedTokenizerBase
 
-    from molt.cli.check import Column, Dataset, Findings
+    from molt.cli.check import Column, Dataset
+    from molt.cli.findings import Findings
 
 
 def static_checks(config: SftConfig) -> "Findings":
@@ -26,11 +27,13 @@ def static_checks(config: SftConfig) -> "Findings":
     from molt import rules_sft
     from molt.cli import advice, check
     from molt.cli.model_directory import ModelDirectory
+    from molt.cli.overlap import check_overlap
     from molt.setting import name_of
 
     found = check.Findings()
     check.add_rules(found, rules_sft.errors(config), rules_sft.warnings(config))
     found.attempt(check.check_output_dir, config.ckpt)
+    _check_places(found, config)
     device = check.check_device(found, config.fsdp)
     if device is not None:
         found.attempt(check.check_attention, config.fsdp, device)
@@ -62,29 +65,49 @@ def static_checks(config: SftConfig) -> "Findings":
         return found
     check.check_unread_columns(found, datasets, [column.name for column in columns])
     if conversations is not None and held_out is not None:
-        advice.check_overlap(found, conversations, held_out, config.data.input_key)
+        trained = _first_conversations(config, most=sys.maxsize)
+        evaluated = _first_held_out(config, most=sys.maxsize)
+        check_overlap(found, trained.rows, evaluated.rows, evaluated.label, config.data.input_key)
     if conversations is not None and tokenizer is not None:
         found.attempt(_check_conversations, found, config, conversations, tokenizer)
     return found
 
 
-def _first_conversations(config: SftConfig) -> "Dataset":
-    from molt.cli.check import Dataset, first_rows
+def _check_places(found: "Findings", config: SftConfig) -> None:
+    """Add what is wrong with the directories that the run writes."""
+    from molt.cli.places import Place, check_places, datasets_here, models_here
+    from molt.rules_sft import SFT
+
+    written = [Place(SFT.ckpt.output_dir, config.ckpt.output_dir), Place(SFT.ckpt.path, config.ckpt.checkpoints)]
+    if config.logger.tensorboard_dir is not None:
+        written.append(Place(SFT.logger.tensorboard_dir, config.logger.tensorboard_dir))
+    models = [(SFT.model.model_name_or_path, config.model.model_name_or_path)]
+    datasets = [(SFT.data.dataset, config.data.dataset), (SFT.eval.dataset, config.eval.dataset)]
+    check_places(found, config.ckpt, written, [*models_here(models), *datasets_here(datasets)])
+
+
+def _first_conversations(config: SftConfig, most: int | None = None) -> "Dataset":
+    from molt.cli.check import MOST_ROWS, Dataset, first_rows
     from molt.rules_sft import SFT
 
     data = config.data
     rows = first_rows(
-        data.dataset, "data.dataset", data.dataset_split, data.max_samples, mixed=data.dataset_probs is not None
+        data.dataset,
+        "data.dataset",
+        data.dataset_split,
+        data.max_samples,
+        mixed=data.dataset_probs is not None,
+        most=most or MOST_ROWS,
     )
     return Dataset(SFT.data.dataset, data.dataset, rows)
 
 
-def _first_held_out(config: SftConfig) -> "Dataset":
-    from molt.cli.check import Dataset, first_rows
+def _first_held_out(config: SftConfig, most: int | None = None) -> "Dataset":
+    from molt.cli.check import MOST_ROWS, Dataset, first_rows
     from molt.rules_sft import SFT
 
     paths = config.eval.dataset or ""
-    rows = first_rows(paths, "eval.dataset", config.eval.split)
+    rows = first_rows(paths, "eval.dataset", config.eval.split, most=most or MOST_ROWS)
     return Dataset(SFT.eval.dataset, paths, rows)
 
 

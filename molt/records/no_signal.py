@@ -1,4 +1,4 @@
-"""What a run says once when its rollouts teach nothing: all advantages are 0, or no score is ever above 0."""
+"""What a run says once when its rollouts teach nothing: advantages are 0, rewards equal, or no score is above 0."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,9 @@ Advantages = Sequence[Sequence[float | None]]
 class NoSignal:
     """Looks at the batches of a run in order. Each of its two notices is due at most once."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, reads_rewards: bool = True) -> None:
+        """reads_rewards: whether the estimator does; a distillation does not, and its rewards may all be equal."""
+        self._reads_rewards = reads_rewards
         self._steps_without_advantage = 0
         """In a row, up to now."""
         self._rewards: set[float] = set()
@@ -51,9 +53,15 @@ class NoSignal:
         self._scored.clear()
 
     def _count(self, rollouts: Sequence[RolloutInfo], advantages: Advantages) -> None:
+        rewards = {rollout.reward for rollout in rollouts}
         if _teaches_nothing(advantages):
             self._steps_without_advantage += 1
-            self._rewards.update(rollout.reward for rollout in rollouts)
+            self._rewards |= rewards
+        elif self._reads_rewards and _is_uniform(rewards, advantages):
+            if self._rewards != rewards:  # it differs from that of the step before, which may teach something
+                self._steps_without_advantage = 0
+            self._steps_without_advantage += 1
+            self._rewards = rewards
         else:
             self._steps_without_advantage = 0
             self._rewards.clear()
@@ -67,14 +75,16 @@ class NoSignal:
     def _score_never_moves(self) -> bool:
         """Scores that differ say how good a rollout was, even where all are below 0: a negative distance, say.
 
-        A run without advantages has a notice of its own, which covers this.
+        A run without advantages has a notice of its own, which covers this. A distillation needs no score.
         """
+        if not self._reads_rewards:
+            return False
         has_advantages = self._steps_without_advantage == 0
         return has_advantages and self._steps >= STEPS_WITHOUT_SCORE and self._best_score <= 0 and len(self._scored) < 2
 
     def _nothing_to_learn(self) -> str:
         steps = f"in {STEPS_WITHOUT_ADVANTAGE} steps in a row"
-        consequence = "so every advantage was 0 and nothing was learned"
+        consequence = "so no rollout was better than another and nothing was learned"
         if len(self._rewards) > 1:
             return (
                 f"the rollouts of each prompt had the same reward as one another {steps} (`rollout/mixed_groups` is "
@@ -105,3 +115,13 @@ def _teaches_nothing(advantages: Advantages) -> bool:
     """Whether all advantages are 0. Those of a token estimator are not known here."""
     known = [advantage for of_group in advantages for advantage in of_group if advantage is not None]
     return bool(known) and all(abs(advantage) < SMALLEST_ADVANTAGE for advantage in known)
+
+
+def _is_uniform(rewards: set[float], advantages: Advantages) -> bool:
+    """Whether the rollouts of a batch have one reward, and nothing else that an advantage follows from.
+
+    Advantages that the ranks compute are None. An estimator of the user's may tell equal rewards apart, by length say.
+    """
+    count = sum(len(of_group) for of_group in advantages)
+    known = {advantage for of_group in advantages for advantage in of_group if advantage is not None}
+    return count > 1 and len(rewards) == 1 and len(known) < 2

@@ -54,6 +54,13 @@ NOTICES = (
         "for a core, and the agent did not block it. Run less beside the run, or fewer processes than cores.",
     ),
     Notice(
+        metric=re.compile("rollout/no_model_call"),
+        is_due=_occurs,
+        text="{value:.0%} of the rollouts ended without a model call (`{name}`): they have a reward, but nothing of "
+        "them is trained. If that is no choice of your agent, its client does not reach the session: use "
+        "ctx.openai_url or ctx.base_url, and let its errors pass.",
+    ),
+    Notice(
         metric=re.compile(r"rollout/info/chat_ignored_(response_format|tool_choice)"),
         is_due=_occurs,
         text="the agent's client asks for a {last} (`{name}`), which no trained answer is made to have: the model is "

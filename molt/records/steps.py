@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from molt.algo.plugin import load_estimator
 from molt.batch.masking import takes_part
 from molt.config import RewardConfig, RLConfig
 from molt.errors import LostError, TrainingError
 from molt.records.no_signal import Advantages, NoSignal
 from molt.records.notices import Notices
+from molt.records.tool_calls import ToolCalls
 from molt.report.metrics import merge
 from molt.report.rollouts import StoredGroup
 from molt.report.sinks import RunLog
@@ -36,7 +38,8 @@ class StepRecords:
         self.dump_dir = config.train.rollout_dump_dir
         self.advantage = config.algo.advantage
         self.notices = Notices()
-        self.no_signal = NoSignal()
+        self.no_signal = NoSignal(reads_rewards="teacher" not in load_estimator(self.advantage.estimator).needs)
+        self.tool_calls = ToolCalls()
         self.filtered_steps = 0
         """Steps in a row, up to now, of which nearly everything was filtered."""
 
@@ -46,7 +49,7 @@ class StepRecords:
         """version: of the weights that the batch was trained on."""
         self.log.step(step, metrics)
         self.notices.look(step, metrics)
-        for notice in self.no_signal.look(groups, advantages):
+        for notice in [*self.no_signal.look(groups, advantages), *self.tool_calls.look(metrics)]:
             print(f"step {step}: {notice}", file=sys.stderr)
         if len(groups) < self.batch_size:
             self.log.event("small_batch", step=step, groups=len(groups))
@@ -98,6 +101,7 @@ class StepRecords:
             abandon_dump(self.dump_dir, step)
         self.filtered_steps = 0
         self.no_signal.forget()
+        self.tool_calls.forget()
 
     async def _dump(self, folder: Path, step: int, groups: Sequence[Group]) -> None:
         """Write the batch for a replay. Raises `LostError` when a node took arrays with it that were just trained."""
@@ -157,6 +161,7 @@ def rollout_metrics(group: Group, reward: RewardConfig) -> dict[str, Metric]:
         "rollout/truncated": Metric(sum(rollout.truncated for rollout in rollouts), n),
         "rollout/turns": Metric(sum(rollout.turns for rollout in rollouts), n),
         "rollout/policy_failures": Metric(policy_failures, n),
+        "rollout/no_model_call": Metric(sum(rollout.turns == 0 for rollout in rollouts), n),
         "rollout/mixed_groups": Metric(len(distinct_rewards) > 1),
         "timing/rollout_s": Metric(sum(rollout.duration_s for rollout in rollouts), n),
     }

@@ -2,13 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import ray
 
 from molt.agents.loop_lag import Block
-from molt.rollout.agent_host import AgentHost
+from molt.plugins import make_importable
+from molt.rollout.agent_host import AgentHost, RunnerSettings
 from molt.rollout.group_task import GroupResult, GroupTask
+from molt.rollout.handles import EngineHandle
 from molt.rollout.watchdog import LoopTimes
 from molt.types import Sample
 
@@ -28,6 +31,10 @@ _watched: Any = ray.method(concurrency_group=WATCHED)
 @_actor
 class RunnerWorker(AgentHost):
     """An `AgentHost` as a Ray actor."""
+
+    def __init__(self, settings: RunnerSettings, engines: Sequence[EngineHandle], name: str):
+        make_importable(Path.cwd())  # Ray puts it first, where its files would hide libraries
+        super().__init__(settings, engines, name)
 
     async def run_group(
         self, task: GroupTask, begun: GroupResult | None = None, samples: Sequence[list[Sample]] = ()

@@ -3,7 +3,8 @@
 Each runner owns such a pool. Its processes are plain children of the runner and not Ray actors: a child is killed by
 one signal in a millisecond and started in a few tenths of a second, without a scheduler; it needs nothing of Ray's; and
 Linux kills it when its runner dies, however that dies. Trajectories and scores go through pipes, so the event loop of
-the runner only copies bytes. A child gets a short list of environment variables (`PASSED_ON`), without keys or tokens.
+the runner only copies bytes. A child gets a short list of environment variables, without keys or
+tokens (`child_environment.py`).
 
 A synchronous scorer has one call a process, an `async def` up to `OVERLAP`. What goes wrong with a call costs that
 call alone, which fails for one of these reasons:
@@ -31,6 +32,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from molt.agents.child_environment import for_scorer
 from molt.agents.scorer_process import LENGTH, encode, file_digest, resident_bytes
 from molt.errors import AgentError
 from molt.types import InfraFailure, Json
@@ -51,13 +53,6 @@ CANCEL_S = 1.0
 """What an async call may take to end once it is cancelled; a process that does not answer by then is killed."""
 MOST_PROCESSES = 16
 """Of a runner, where `reward.num_scorers` is unset."""
-
-PASSED_ON = (
-    "PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV",
-    "LD_LIBRARY_PATH", "HF_HOME", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TOKENIZERS_PARALLELISM",
-    "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE",
-)  # fmt: skip
-"""The environment variables of a scorer's process, beside those that begin with `LC_`. None holds a secret."""
 
 
 @dataclass(frozen=True)
@@ -437,10 +432,7 @@ async def inspect_scorer(path: str) -> ScorerFacts:
 
 def child_environment() -> dict[str, str]:
     """The environment of a scorer's process."""
-    kept: dict[str, str] = {}
-    for name, value in os.environ.items():
-        if name in PASSED_ON or name.startswith("LC_"):
-            kept[name] = value
+    kept = for_scorer(os.environ)
     molt_root = str(Path(__file__).resolve().parents[2])
     paths = [kept["PYTHONPATH"], molt_root] if kept.get("PYTHONPATH") else [molt_root]
     kept["PYTHONPATH"] = os.pathsep.join(paths)

@@ -1,6 +1,7 @@
 """`ChatAgentRunner` over a scripted model: what is recorded, what is not, and how an episode ends."""
 
 import asyncio
+import os
 import re
 import sys
 import time
@@ -487,6 +488,33 @@ def test_a_harness_finds_the_session_in_its_environment():
 
     episode = play(run, Model("hi there"))
     assert episode.outcome.reward == 1.0 and len(episode.samples) == 1
+
+
+SECRETS = ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "GITHUB_TOKEN", "DATABASE_URL", "PGPASSWORD")
+
+
+def test_a_harness_gets_no_secrets(monkeypatch):
+    """A model writes what it runs; an allow-list also holds back what nobody thought of."""
+    for name in SECRETS:
+        monkeypatch.setenv(name, "secret-1")
+    monkeypatch.setenv("HTTPS_PROXY", "http://user:secret-1@proxy:3128")
+    monkeypatch.setenv("http_proxy", "http://proxy:3128")
+    monkeypatch.setenv("NO_PROXY", "internal.example")
+    monkeypatch.setenv("LC_TIME", "C")
+    monkeypatch.setenv("OPENAI_API_KEY", "secret-1")
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://elsewhere")
+
+    async def run(ctx):
+        given = {"GITHUB_TOKEN": "given", "MINE": "1"}
+        done = await ctx.harness("env", env=given, timeout_s=15)
+        assert "secret-1" not in done.stdout
+        lines = set(done.stdout.splitlines())
+        assert {"GITHUB_TOKEN=given", "MINE=1", "LC_TIME=C", "http_proxy=http://proxy:3128"} <= lines
+        assert {f"OPENAI_BASE_URL={ctx.openai_url}", f"PATH={os.environ['PATH']}"} <= lines
+        assert "NO_PROXY=internal.example,127.0.0.1,localhost" in lines
+        return Result(reward=1.0)
+
+    assert play(run, Model()).outcome.reward == 1.0
 
 
 def test_a_harness_that_leaves_a_child_behind_has_ended():

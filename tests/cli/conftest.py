@@ -28,6 +28,11 @@ def write_rows(path: Path, numbers: range, **changes) -> Path:
     return path
 
 
+def as_given(report: str) -> str:
+    """The report with the paths in the current directory as they were given."""
+    return report.replace(f"{Path.cwd()}/", "")
+
+
 @pytest.fixture(scope="session")
 def model(tmp_path_factory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("model") / "tiny")

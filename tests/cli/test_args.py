@@ -19,6 +19,7 @@ from molt.config import CkptConfig, FsdpConfig, PromptDataConfig, RLConfig
 from molt.config_file import dump, load
 from molt.config_sft import SftConfig
 from molt.errors import ConfigError
+from molt.paths import with_absolute_paths
 
 CONFIGS = [RLConfig, SftConfig]
 
@@ -40,8 +41,8 @@ def _refused(argv: str, capsys, config_class=RLConfig) -> str:
 
 
 def test_no_flags_are_the_defaults():
-    assert _parse("") == RLConfig()
-    assert _parse("", SftConfig) == SftConfig()
+    assert _parse("") == with_absolute_paths(RLConfig())
+    assert _parse("", SftConfig) == with_absolute_paths(SftConfig())
 
 
 def test_flags_are_dotted_and_typed():
@@ -52,7 +53,7 @@ def test_flags_are_dotted_and_typed():
     assert config.actor.adam.lr == 3e-6 and config.actor.eps_clip_low_high == (0.2, 0.28)
     assert config.data.apply_chat_template and not config.vllm.enable_prefix_caching
     assert config.rollout.top_k == -1 and config.train.max_steps == 7
-    assert config.ckpt.output_dir == Path("some/where") and config.fsdp.param_dtype == "fp32"
+    assert config.ckpt.output_dir == Path.cwd() / "some/where" and config.fsdp.param_dtype == "fp32"
 
 
 def test_hyphens_and_underscores_are_the_same():
@@ -271,7 +272,7 @@ def test_dump_reads_back_as_the_same_settings(config_class, tmp_path):
     "text", ['quote " and \\', "two\nlines\r\n\ttab", "ünïcode 猫 🐈", "\x00\x1f\x7f", "{% if x %}'{{ y }}'"]
 )
 def test_strings_survive_the_file_and_the_command_line(text, tmp_path):
-    config = RLConfig(data=PromptDataConfig(chat_template=text))
+    config = with_absolute_paths(RLConfig(data=PromptDataConfig(chat_template=text)))
     path = tmp_path / "config.toml"
     path.write_text(dump(config), encoding="utf-8")
     assert _parse(f"--config {path}") == config

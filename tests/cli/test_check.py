@@ -13,7 +13,7 @@ from molt.cli.args import parse
 from molt.cli.main import main
 from molt.config import CkptConfig, RLConfig
 from molt.errors import CheckpointError, ConfigError, MoltError
-from tests.cli.conftest import write_rows
+from tests.cli.conftest import as_given, write_rows
 from tests.tiny import char_tokenizer
 
 RL = (
@@ -33,7 +33,7 @@ def _check(capsys, extra: str = "", kind: str = "rl") -> tuple[int, list[str]]:
     code = main(["check", kind, *(RL if kind == "rl" else SFT).split(), *extra.split()])
     output = capsys.readouterr()
     assert "Traceback" not in output.err
-    return code, output.out.splitlines()
+    return code, as_given(output.out).splitlines()
 
 
 @pytest.mark.parametrize(("kind", "lines"), [("rl", 7), ("sft", 4)])
@@ -202,8 +202,8 @@ def test_a_scorer_is_loaded_in_a_process_of_its_own(kind, run, capsys):
     (run / "scorer.py").write_text("import sys\nMARK = sys.argv\ndef score(trajectory): return 1.0\n")
     arguments = [*RL.split(), "--eval.dataset", "prompts.jsonl", "--reward.scorer", "scorer.py"]
     assert main(["check", kind, *arguments]) == 0
-    assert "ok       scorer: scorer.py loads; its reward replaces the agent's" in capsys.readouterr().out
-    assert not [name for name in sys.modules if name.startswith("molt_plugin_scorer")]
+    assert "ok       scorer: scorer.py loads; its reward replaces the agent's" in as_given(capsys.readouterr().out)
+    assert not [name for name in sys.modules if name.startswith("molt.plugins.scorer")]
 
     (run / "scorer.py").write_text("def scores(trajectory): return 1.0\n")
     assert main(["check", kind, *arguments]) == 1

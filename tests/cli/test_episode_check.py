@@ -6,6 +6,7 @@ import pytest
 
 from molt.cli import episode_check
 from molt.cli.main import main
+from tests.cli.conftest import as_given
 
 RL = (
     "--actor.model_name_or_path model --data.prompt_dataset prompts.jsonl --data.label_key label "
@@ -32,7 +33,7 @@ def check(capsys, *more, kind="rl"):
     code = main(["check", kind, *RL.split(), *more])
     output = capsys.readouterr()
     assert "Traceback" not in output.err
-    return code, [line for line in output.out.splitlines() if "episode" in line]
+    return code, [line for line in as_given(output.out).splitlines() if "episode" in line]
 
 
 @pytest.mark.parametrize("kind", ["rl", "eval"])
@@ -90,3 +91,31 @@ def test_a_row_that_cannot_be_used_is_passed_over(run, capsys):
     (run / "agent.py").write_text(STEP.format(statement="return Result(float(state['label']))"))
     code, (line,) = check(capsys)
     assert code == 0 and "reward 0," in line
+
+
+UNASKED = """
+from molt.agents import ChatAgent, ChatAgentRunner, Result
+
+
+class Judge(ChatAgent):
+    async def run(self, ctx):
+        try:
+            import openai
+            await openai.AsyncOpenAI(base_url="http://127.0.0.1:9/v1", api_key="x", max_retries=0).models.list()
+        except Exception:
+            pass
+        return Result(0.0)
+
+
+class AgentRunner(ChatAgentRunner):
+    def __init__(self):
+        super().__init__(Judge)
+"""
+
+
+def test_an_episode_without_a_model_call_is_a_warning(run, capsys):
+    """A client that swallows the error of a wrong address: a quiet 0.0."""
+    (run / "agent.py").write_text(UNASKED)
+    code, lines = check(capsys)
+    assert code == 0 and [line.split()[0] for line in lines] == ["ok", "warning"]
+    assert "without asking the model" in lines[1] and "ctx.openai_url" in lines[1]

@@ -43,20 +43,38 @@ SFT = flags(SftConfig)
         ("train.lr", RL, "actor.adam.lr"),
         ("actor.lr", RL, "actor.adam.lr"),
         ("data.seed", RL, "train.seed"),
+        ("temperature", RL, "rollout.temperature"),
+        ("top_p", RL, "rollout.top_p"),
+        ("max_epochs", RL, "train.max_epochs"),
+        ("trainer.n_gpus_per_node", RL, "actor.num_gpus_per_node"),
+        ("critic.num_gpu_per_node", RL, "critic.num_gpus_per_node"),
+        ("eval.temprature", RL, "eval.temperature"),
     ],
 )
 def test_a_word_of_another_framework_points_to_ours(name, known, meant):
     assert flag_hint(name, known) == f" Did you mean '--{meant}'?"
 
 
-@pytest.mark.parametrize("name", ["train.routing_replay", "actor.muon.momentum", "rollout.sampler_kind", "xyz"])
+@pytest.mark.parametrize("name", ["rollout.sampler_kind", "xyz", "fsdp.cp_size", "train.colocate_all", "use_vllm"])
 def test_a_far_flag_is_no_hint(name):
     assert flag_hint(name, RL) == ""
 
 
-@pytest.mark.parametrize("name", ["actor.lora.rank", "actor.lora_dim", "lora_r"])
-def test_what_is_not_built_is_said(name):
-    assert flag_hint(name, RL) == " molt has no LoRA yet."
+@pytest.mark.parametrize(
+    ("name", "feature"),
+    [
+        ("actor.lora.rank", "LoRA"),
+        ("actor.lora_dim", "LoRA"),
+        ("lora_r", "LoRA"),
+        ("peft_config", "LoRA"),
+        ("actor.muon.lr", "Muon"),
+        ("actor.muon.momentum", "Muon"),
+        ("train.routing_replay", "routing replay"),
+        ("routing_replay", "routing replay"),
+    ],
+)
+def test_what_is_not_built_is_said(name, feature):
+    assert flag_hint(name, RL) == f" molt has no {feature} yet."
 
 
 def test_every_alias_leads_to_a_flag():

@@ -29,7 +29,7 @@ def test_sft():
     config = parse(SftConfig, flags(SFT), prog="molt sft")
     assert config.model.model_name_or_path == "M" and config.data.dataset == "sft.jsonl"
     assert (config.data.input_key, config.data.output_key) == ("input", "output")
-    assert config.ckpt.output_dir == Path("ckpt/sft") and config.fsdp.attn_implementation == "te"
+    assert config.ckpt.output_dir == Path.cwd() / "ckpt/sft" and config.fsdp.attn_implementation == "te"
 
 
 def test_rl():
@@ -39,7 +39,7 @@ def test_rl():
     assert (config.vllm.num_engines, config.vllm.tensor_parallel_size) == (2, 2)
     assert (config.rollout.batch_size, config.train.batch_size, config.train.micro_batch_size) == (128, 128, 1)
     assert config.algo.advantage.estimator == "reinforce" and config.algo.kl.init_coef == 0
-    assert config.ckpt.output_dir == Path("ckpt/rl") and config.fsdp.attn_implementation == "te"
+    assert config.ckpt.output_dir == Path.cwd() / "ckpt/rl" and config.fsdp.attn_implementation == "te"
 
 
 @pytest.mark.parametrize(("trainer", "command"), [("rl", RL), ("sft", SFT)])

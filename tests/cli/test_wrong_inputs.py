@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from molt.cli.main import main
+from tests.cli.conftest import as_given
 from tests.tiny import ALPHABET, char_tokenizer
 
 RL = (
@@ -348,7 +349,7 @@ def test_a_wrong_input_is_one_message_with_value_consequence_and_fix(
     before = sorted(wrong.rglob("*"))
     code = main(["check", command, *FLAGS[command].split(), *shlex.split(flags)])
     out, err = capsys.readouterr()
-    said = [line for line in (out + err).splitlines() if line.startswith("error")]
+    said = [line for line in as_given(out + err).splitlines() if line.startswith("error")]
     assert code in (1, 2) and len(said) == 1 and "Traceback" not in err, out + err
     assert value in said[0] and consequence in said[0] and fix in said[0], said[0]
     assert sorted(wrong.rglob("*")) == before, "it wrote something"

@@ -52,7 +52,7 @@ def play(file: str, label: str, *answers: str):
 def test_the_model_sees_what_its_code_printed():
     episode, prompts = play("tool_env.py", "42", call("python", code="print(6 * 7)"), "So it is\n42")
     assert "<tool_response>42\n</tool_response>" in prompts[1]
-    assert episode.outcome.reward == 1.0 and episode.info == {"turns": 2}
+    assert episode.outcome.reward == 1.0 and episode.info == {"turns": 2, "chat_tool_offers": 2, "chat_tool_calls": 1}
 
 
 @pytest.mark.parametrize(

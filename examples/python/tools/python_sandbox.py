@@ -10,8 +10,8 @@ inside a container or not:
   of `ALLOWED` pass. With no second process there is nothing to leave behind.
 * memory, CPU time, open files, the size of a file: resource limits.
 
-Wall clock, output and the sum of bytes written are watched from outside. Where one of these means is missing (Linux
->= 6.2 on x86-64 has them), `SandboxError` is raised and the code does not run.
+Wall clock, output, the sum of bytes written and the number of files and directories are watched from outside. Where
+one of these means is missing (Linux >= 6.2 on x86-64 has them), `SandboxError` is raised and the code does not run.
 """
 
 import ctypes
@@ -26,11 +26,16 @@ from typing import NamedTuple
 
 if __name__ != "__main__":  # the process that becomes the code would wait for them each time
     import asyncio
+    import contextlib
     import sysconfig
     import tempfile
 
 FILE_MB, WRITTEN_MB, OPEN_FILES = 8, 64, 64
+MOST_ENTRIES, MOST_DEPTH = 1000, 100
+"""Files and directories that the code may have at a time, beside those it was given; how deep they may be nested."""
 POLL_S = 0.02
+REMOVE_S = 2.0
+"""For deleting its directory; what takes longer goes on after the return."""
 ENVIRONMENT = {"LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 # System calls by number. Absent are socket, connect, clone, kill, ptrace, prctl, memfd_create, chmod, utimensat, ...
@@ -64,7 +69,8 @@ class SandboxResult(NamedTuple):
     stderr: str
     returncode: int
     killed: str | None
-    """`time`, `output`, `disk` (bytes written) or `cpu`; None when it ended by itself, be it with an error."""
+    """`time`, `output`, `disk` (bytes written, or files and directories made) or `cpu`; None when it ended by itself,
+    be it with an error."""
 
 
 async def run_python(
@@ -87,6 +93,7 @@ async def run_python(
                 raise ValueError(f"files has {name!r}: it would lie outside the sandbox. Use a relative path.")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(text.encode(errors="surrogatepass"))
+        most_entries = _entries(folder, sys.maxsize) + MOST_ENTRIES
         with tempfile.TemporaryFile() as report:
             numbers = report.fileno(), memory_mb << 20, math.ceil(timeout_s) + 1
             process = await asyncio.create_subprocess_exec(
@@ -95,17 +102,22 @@ async def run_python(
                 pass_fds=[report.fileno()], start_new_session=True,
                 env=ENVIRONMENT | {"HOME": str(folder), "TMPDIR": str(folder)},
             )  # fmt: skip
-            result = await _watch(process, timeout_s, max_output)
+            result = await _watch(process, folder, most_entries, timeout_s, max_output)
             report.seek(0)
             if wrong := report.read():
                 raise SandboxError(wrong.decode())
             return result
     finally:
         remove = 'chmod -R u+rwx "$0"; exec rm -rf "$0"'  # copes with any depth and with closed directories
-        await (await asyncio.create_subprocess_exec("sh", "-c", remove, folder)).wait()
+        remover = await asyncio.create_subprocess_exec("sh", "-c", remove, folder)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(REMOVE_S):
+                await remover.wait()
 
 
-async def _watch(process: "asyncio.subprocess.Process", timeout_s: float, max_output: int) -> SandboxResult:
+async def _watch(
+    process: "asyncio.subprocess.Process", folder: Path, most_entries: int, timeout_s: float, max_output: int
+) -> SandboxResult:
     """Collect the output until the process ends or has to be ended."""
     kept, killed, loop = (bytearray(), bytearray()), None, asyncio.get_running_loop()
 
@@ -119,7 +131,7 @@ async def _watch(process: "asyncio.subprocess.Process", timeout_s: float, max_ou
         while not killed and not (await asyncio.wait([ended], timeout=POLL_S))[0]:
             over = {
                 "output": max(map(len, kept)) > max_output,
-                "disk": _written(process.pid) > WRITTEN_MB << 20,
+                "disk": _written(process.pid) > WRITTEN_MB << 20 or _entries(folder, most_entries) > most_entries,
                 "time": loop.time() > deadline,
             }
             killed = next((why for why, true in over.items() if true), None)
@@ -140,6 +152,29 @@ def _written(pid: int) -> int:
         return int(Path(f"/proc/{pid}/io").read_text().split()[3])  # rchar: N wchar: N
     except (FileNotFoundError, ProcessLookupError, PermissionError):  # it has just ended, or is not yet collected
         return 0
+
+
+def _entries(folder: Path, most: int) -> int:
+    """Files and directories in a folder; counting ends above `most`, which is also exceeded below `MOST_DEPTH`."""
+    count = 0
+    folders = [(str(folder), 0)]
+    while folders and count <= most:
+        path, depth = folders.pop()
+        if depth > MOST_DEPTH:
+            return most + 1
+        try:
+            with os.scandir(path) as entries:
+                for entry in entries:
+                    count += 1
+                    if count > most:
+                        break
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append((entry.path, depth + 1))
+        except (FileNotFoundError, NotADirectoryError, PermissionError):  # gone meanwhile, or closed, so nothing new
+            continue
+        except OSError:  # the path is too long
+            return most + 1
+    return count
 
 
 def _readable() -> list[str]:
