@@ -28,7 +28,7 @@ from molt.chat.render import Renderer, for_template, load_tokenizer, render_text
 from molt.chat.round_trip import check_round_trip
 from molt.chat.shown import Part, hidden_parts, ignored_keys
 from molt.cli.environment import check_environment
-from molt.cli.findings import Findings
+from molt.cli.findings import Findings, Level
 from molt.cli.model_directory import ModelDirectory, doubts, new_end, require_exportable, without_end
 from molt.cli.model_size import model_size
 from molt.cli.places import Place, check_rl_places, check_writable
