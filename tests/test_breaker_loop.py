@@ -107,3 +107,14 @@ def test_a_run_that_trips_again_and_again_stops_with_the_evidence_and_can_go_on(
     assert [event["step"] for event in events(output, "breaker_tripped")] == [2, 4, 6]
     assert [event["version"] for event in events(output, "publication")] == [0, 1, 2, 3, 4, 4, 5, 6, 7, 8]
     assert sorted(trained_groups(output)) == sorted(f"0:{i}" for i in range(32))
+
+
+@pytest.mark.full
+def test_gradients_that_stay_large_do_not_stop_a_run(ray_session, model_dir, tmp_path, monkeypatch):
+    """From batch 11 on every gradient is 100 times as large: two are skipped, which max_trips (3) allows."""
+    inject(monkeypatch, dict.fromkeys(range(11, 16), 100.0))
+    output, prompts = tmp_path / "out", write_prompts(tmp_path / "p.jsonl", 80)
+    run(settings(model_dir, output, prompts, "--train.async_queue_size", "0", "--rollout.max_new_tokens", "16",
+                 "--actor.adam.lr", "4e-3", "--train.grad_spike_factor", "10", "--train.max_steps", "15"))  # fmt: skip
+    assert [event["step"] for event in events(output, "breaker_tripped")] == [11, 12]
+    assert len(metrics(output, "rollout/reward")) == 15
