@@ -53,7 +53,7 @@ class RunnerRecord:
     in_flight: int = 0
     """Groups that wait for the runner."""
     suspects: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held by a group in its last attempt that lost a runner before: one at a time."""
+    """Held by a group in its last attempt that lost two runners before: one at a time."""
     restarts_since_answer: int = 0
     """How many processes were lost here since one last answered."""
 
@@ -143,17 +143,18 @@ class RunnerPool:
         `LostError` when a runner had too many restarts.
         """
         answer = begun
-        lost_a_runner = False
+        lost_runners = 0
         for attempt in range(1, self.attempts + 1):
             record = min(self._records, key=_load)
-            # Of the groups that a lost runner had, one may be to blame: it must not take the others' last attempts.
-            is_suspect = lost_a_runner and attempt == self.attempts
+            # Of groups that lost two runners one may be to blame: it must not take the others' last attempts.
+            is_suspect = lost_runners >= 2 and attempt == self.attempts
             async with record.suspects if is_suspect else nullcontext():
                 runner = record.handle
                 is_finished, answer = await self._advance(record, task, on_progress, answer)
             if is_finished and answer is not None:
                 return answer
-            lost_a_runner = lost_a_runner or record.handle is not runner
+            if record.handle is not runner:
+                lost_runners += 1
         raise InfraFailure("runner", f"no runner finished the group in {self.attempts} attempts")
 
     def again(self, group_ids: set[str]) -> None:

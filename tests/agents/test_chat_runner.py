@@ -451,8 +451,8 @@ class Misspelt(ChatAgent):
         return Result(1.0)
 
 
-class WithoutAsync(ChatAgent):
-    def run(self, ctx):
+class WithoutContext(ChatAgent):
+    def run(self):
         return Result(1.0)
 
 
@@ -461,8 +461,8 @@ class WithoutAsync(ChatAgent):
     [
         (Misspelt, r"Misspelt \(.*test_chat_runner.py:\d+\) defines no `async def run.*Did you mean 'runn'\?"),
         (
-            WithoutAsync,
-            r"WithoutAsync.run \(.*test_chat_runner.py:\d+\) is no coroutine.*Write `async def run\(self, c",
+            WithoutContext,
+            r"WithoutContext.run \(.*test_chat_runner.py:\d+\) cannot be called.*Write `async def run\(self, c",
         ),
     ],
 )

@@ -188,7 +188,7 @@ def test_what_an_agent_raises_is_one_line_with_the_line_of_the_user(model, capsy
     assert f"at {agent}:8." in line, "the user's line, not one of the json module"
 
 
-@pytest.mark.parametrize("statement", ["sys.exit(3)", "await asyncio.gather(asyncio.to_thread(sys.exit, 3))"])
+@pytest.mark.parametrize("statement", ["sys.exit(3)", "await asyncio.to_thread(sys.exit, 3)"])
 def test_an_exit_of_an_agent_is_an_error_with_its_line(model, capsys, tmp_path, statement):
     agent = tmp_path / "exits.py"
     code = RAISES.replace("import json", "import asyncio, sys")

@@ -459,7 +459,8 @@ def test_a_short_run_with_failures_that_a_retry_made_good_is_trained_to_its_end(
 
     async def main():
         async with Running(Stream(4)) as run:
-            await run.runners.end(0, 1, 2)
+            await run.runners.end(0, 1)
+            await run.runners.end(2)
             result = GroupResult(rollouts(Prompt(0, 3, 0, None, "x"), [GOOD, GOOD]))
             retried = replace(result.rollouts[0], failures=(InfraFailure("engine"),) * 3)
             run.runners.ends.pop(3).set_result((GroupResult([retried, result.rollouts[1]]), "samples"))
