@@ -1,4 +1,4 @@
-"""A run that starts in a folder with a `math.py`: neither its processes nor what they spawn take it for the library."""
+"""A run that starts in a folder with a `math.py`: no process of it, nor one it spawns, takes that for the library."""
 
 import os
 import subprocess
