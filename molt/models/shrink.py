@@ -7,7 +7,7 @@ found by building it, so `shrunken` offers several widths.
 import re
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from transformers import PreTrainedConfig
 
@@ -107,8 +107,7 @@ def _thin(hidden_size: int, width: int) -> int:
 
 def _copy(config: PreTrainedConfig, factor: int) -> PreTrainedConfig:
     copy = deepcopy(config)
-    if hasattr(copy, "quantization_config"):
-        del copy.quantization_config
+    vars(copy).pop("quantization_config", None)  # the weights are random
     _shrink(copy, factor)
     return copy
 
@@ -134,5 +133,5 @@ def _rule(name: str) -> Rule | None:
     return None
 
 
-def _is_size(value: object) -> bool:
+def _is_size(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
