@@ -107,7 +107,7 @@ def _thin(hidden_size: int, width: int) -> int:
 
 def _copy(config: PreTrainedConfig, factor: int) -> PreTrainedConfig:
     copy = deepcopy(config)
-    vars(copy).pop("quantization_config", None)
+    vars(copy).pop("quantization_config", None)  # the weights are random
     _shrink(copy, factor)
     return copy
 

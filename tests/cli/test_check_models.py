@@ -87,14 +87,14 @@ GPT_OSS = {"architectures": ["GptOssForCausalLM"]}
 
 @pytest.mark.parametrize("kind", COMMANDS)
 @pytest.mark.parametrize(
-    ("model", "config", "flags", "why"),
+    ("family", "config", "flags", "why"),
     [
         ("jamba", JAMBA, "", "JambaMambaMixer (layers.0.mamba) of JambaForCausalLM mixes the samples of a pack"),
         ("gpt_oss", GPT_OSS, "--fsdp.attn_implementation eager", "GptOssAttention (layers.0.self_attn)"),
     ],
 )
-def test_packing_is_refused_where_samples_would_see_each_other(run, capsys, kind, model, config, flags, why):
-    path = model_of(run, model, **config)
+def test_packing_is_refused_where_samples_would_see_each_other(run, capsys, kind, family, config, flags, why):
+    path = model_of(run, family, **config)
     setting = {"rl": "actor", "sft": "model"}[kind] + ".model_name_or_path"
     code, errors = check(capsys, kind, f"{flags} --fsdp.packing_samples", path)
     assert code == 1 and len(errors) == 1
