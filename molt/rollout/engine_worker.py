@@ -304,6 +304,7 @@ def _sampling_params(sampling: Sampling) -> "SamplingParams":
         max_tokens=sampling.max_tokens,
         seed=sampling.seed,
         stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=True,  # these alone end a turn, whatever vLLM's tokenizer says
         logprobs=sampling.candidates,
         flat_logprobs=True,
         detokenize=False,
