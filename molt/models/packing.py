@@ -216,7 +216,7 @@ def _of_second_sample(values: object) -> list[Tensor]:
     total = sum(LENGTHS)
     found = []
     for value in values:
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or value.is_complex():  # rotations, which belong to positions
             continue
         if value.dim() >= 2 and value.shape[:2] == (1, total):
             found.append(value[0, first_length:])

@@ -203,7 +203,7 @@ def test_a_scorer_is_loaded_in_a_process_of_its_own(kind, run, capsys):
     arguments = [*RL.split(), "--eval.dataset", "prompts.jsonl", "--reward.scorer", "scorer.py"]
     assert main(["check", kind, *arguments]) == 0
     assert "ok       scorer: scorer.py loads; its reward replaces the agent's" in as_given(capsys.readouterr().out)
-    assert not [name for name in sys.modules if name.startswith("molt.plugins.scorer")]
+    assert not [name for name in sys.modules if name.startswith("molt.plugins.scorer_")]
 
     (run / "scorer.py").write_text("def scores(trajectory): return 1.0\n")
     assert main(["check", kind, *arguments]) == 1
