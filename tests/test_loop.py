@@ -155,7 +155,8 @@ def test_too_many_failures_stop_the_run_with_the_reasons_and_it_can_go_on(ray_se
     with pytest.raises(FailureRateError, match=r"max_failure_rate.*\n.*RuntimeError: .*the sandbox is gone.*sevens.py"):
         run(settings(model_dir, output, prompts))
     write_prompts(tmp_path / "p.jsonl", 40)  # the user mends the sandbox
-    run(settings(model_dir, output, prompts, "--ckpt.load_enable"))
+    with pytest.warns(UserWarning, match="made with other labels: the prompts are the same"):
+        run(settings(model_dir, output, prompts, "--ckpt.load_enable"))
     assert sorted(trained_groups(output)) == sorted(f"0:{i}" for i in range(40))  # what failed was not lost
 
 
