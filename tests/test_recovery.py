@@ -333,7 +333,8 @@ def test_a_hung_engine_is_restarted_and_its_rollouts_go_on(ray_session, model_di
     run(config(model_dir, tmp_path), ray.remote(max_concurrency=16384)(Hung))
     output = tmp_path / "out"
     assert_whole(output)
-    assert "no answer within train.watchdog_s (=4)" in events(output, "engine_lost")[0]["reason"]
+    reason = events(output, "engine_lost")[0]["reason"]  # found by the watcher, or by a weight sync that waits for it
+    assert "no answer within train.watchdog_s (=4)" in reason or "within 4 s (train.watchdog_s)" in reason
 
 
 @pytest.mark.parametrize(("label", "kind", "said"), [

@@ -138,9 +138,9 @@ class Publisher:
     async def _publish(self, version: int) -> dict[str, Metric]:
         present = await self.engines.some()
         if present != self.connected:
-            await self.policy.connect(list(present))
-            self.connected = present
+            self.connected = present  # before the trainer meets them: what fails then names one of these
             self.digests = None
+            await self.policy.connect(list(present))
         engines = list(present)
 
         sent = await self.policy.send_weights()
@@ -182,12 +182,14 @@ class Publisher:
         self.connected = {}
 
     def _suspects(self, error: Exception) -> list[int]:
-        """The engine that a proof names."""
+        """The engine that an error names, unless it has been given up meanwhile: then it is a new one."""
         worker = getattr(error, "worker", None)  # an `EngineError` names none
         if worker is None:
             return []
-        engines = list(self.connected)
-        return [engines[worker // self.workers_per_engine]]
+        engine = list(self.connected)[worker // self.workers_per_engine]
+        if self.engines.present.get(engine) != self.connected[engine]:
+            return []
+        return [engine]
 
 
 def _message(error: Exception) -> str:

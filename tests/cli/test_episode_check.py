@@ -55,13 +55,13 @@ def test_what_the_agent_raises_is_an_error_with_its_line(run, capsys):
     assert "raised ZeroDivisionError" in line and "agent.py:8." in line and "--no_episode" in line
 
 
-def test_a_step_that_is_not_there_or_not_async(run, capsys):
+def test_a_step_that_is_not_there_is_an_error_and_a_plain_one_is_played(run, capsys):
     agent = STEP.format(statement="return Result(1.0)")
     (run / "agent.py").write_text(agent.replace("def step", "def stepp"))
     assert check(capsys)[0] == 1
     (run / "agent.py").write_text(agent.replace("async def step", "def step"))
     code, (line,) = check(capsys)
-    assert code == 1 and line.startswith("error ")
+    assert code == 0 and "it ends as Scored: reward 1" in line
 
 
 def test_an_agent_that_blocks_is_an_error_within_the_deadline(run, capsys, monkeypatch):

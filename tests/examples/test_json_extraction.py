@@ -215,7 +215,7 @@ def test_the_recipe_is_a_valid_run_whose_metric_is_one_strict_sample_at_temperat
     config = parse(RLConfig, line.split()[3:], prog="molt rl")
     assert errors("rl", config) == []
     assert config.train.max_steps == 3, "flags after the folder override the recipe's"
-    assert Path(config.train.agent_path) == FOLDER.relative_to(FOLDER.parents[1]) / "agent.py"
+    assert Path(config.train.agent_path) == FOLDER / "agent.py"
     assert config.eval.eval_at_start and config.eval.n_samples_per_prompt == 1
     assert (config.eval.temperature or config.rollout.temperature) == 1.0
     assert config.rollout.top_p == 1.0 and config.rollout.top_k == -1

@@ -18,6 +18,7 @@ class World:
 
     def __init__(self):
         self.weight, self.sent, self.held = 1, 0, [0, 0]
+        self.lives = {0: 0, 1: 0}
         self.deaf: set[int] = set()
         self.calls: list[str] = []
         self.dying: list[int] = []
@@ -62,7 +63,7 @@ class Engines:
 
     @property
     def present(self):
-        return {index: 0 for index in (0, 1) if index not in self.world.ill}
+        return {index: life for index, life in self.world.lives.items() if index not in self.world.ill}
 
     async def some(self):
         return self.present
@@ -151,6 +152,21 @@ def test_an_engine_that_hangs_while_it_takes_the_weights_is_given_up_by_name(wor
     assert world.given_up == [(1, reason)]
     assert world.calls[-4:] == ["connect [0]", "send", "commit", "resume [0]"]
     assert f"weight sync of version 1 is repeated: {reason}" in capsys.readouterr().err
+
+
+def test_an_engine_that_was_restarted_before_its_silence_is_known_is_not_given_up_again(world, publisher):
+    """The watcher found the hung process first; the trainer's call to it fails once there is a new one."""
+    send = publisher.policy.send_weights
+
+    async def hang_once():
+        publisher.policy.send_weights = send
+        world.lives[1] += 1
+        raise SilentEngineError("engine 1 died in `start_weight_update`", worker=1)
+
+    publisher.policy.send_weights = hang_once
+    asyncio.run(publisher.publish(1))
+    assert world.given_up == []
+    assert world.calls[-4:] == ["connect [0, 1]", "send", "commit", "resume [0, 1]"]
 
 
 def test_a_failure_that_no_engine_explains_is_raised_at_once(world, publisher):
