@@ -51,7 +51,7 @@ def home(monkeypatch, tmp_path):  # tmp_path first, or pytest would put it there
         os.chmod(folder, 0o777)
         monkeypatch.setattr(tempfile, "tempdir", folder)
         yield Path(folder)
-        assert os.listdir(folder) == []
+        until(lambda: not os.listdir(folder))  # what takes long to delete goes on after the return
         assert running(folder) == []
 
 
@@ -82,7 +82,7 @@ def run(request, home):
             done = subprocess.run(
                 [python, "-c", CALL, folder, code, json.dumps({"timeout_s": 20.0} | limits)],
                 env={"TMPDIR": str(home)}, cwd="/", user=NOBODY, group=NOBODY, extra_groups=[],
-                capture_output=True, text=True, timeout=60,
+                capture_output=True, text=True, timeout=120,
             )  # fmt: skip
         assert done.returncode == 0, done.stderr
         return sandbox.SandboxResult(*json.loads(done.stdout))
@@ -308,11 +308,11 @@ def test_directories_that_come_and_go_are_no_matter(run):
 
 
 def test_deleting_does_not_hold_up_the_caller(home, monkeypatch):
-    """A slow disk: `rm` takes a second, and goes on after the return."""
+    """A slow disk: `rm` takes ten seconds, and goes on after the return."""
     slow = home.parent / f"{home.name}-bin"
     slow.mkdir()
     remover = slow / "rm"
-    remover.write_text('#!/bin/sh\nsleep 1\nexec /bin/rm "$@"\n')
+    remover.write_text('#!/bin/sh\nsleep 10\nexec /bin/rm "$@"\n')
     remover.chmod(0o755)
     monkeypatch.setenv("PATH", f"{slow}:{os.environ['PATH']}")
     monkeypatch.setattr(sandbox, "REMOVE_S", 0.3)
@@ -321,11 +321,12 @@ def test_deleting_does_not_hold_up_the_caller(home, monkeypatch):
         started = time.monotonic()
         await sandbox.run_python("1")
         seconds = time.monotonic() - started
-        await asyncio.sleep(1.5)  # and it is deleted after all
+        while os.listdir(home):  # it is deleted after all
+            await asyncio.sleep(0.05)
         return seconds
 
     try:
-        assert asyncio.run(timed()) < 1.0
+        assert asyncio.run(asyncio.wait_for(timed(), 60)) < 10.0
     finally:
         remover.unlink()
         slow.rmdir()
