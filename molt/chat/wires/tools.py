@@ -43,25 +43,24 @@ BASH = {
         "restart": {"type": "boolean", "description": "Restart the shell instead."},
     },
 }
+EDITING = {
+    "view_range": {"type": "array", "items": {"type": "integer"}, "description": "First and last line to view."},
+    "file_text": _text("For create: the content of the file."),
+    "old_str": _text("For str_replace: the text to replace."),
+    "new_str": _text("For str_replace: the text in its place."),
+    "insert_line": _integer("For insert: the line after which the text goes, 0 for the beginning."),
+    "insert_text": _text("For insert: the text."),
+}
+"""The arguments that the commands of the text editor and of the memory share."""
 TEXT_EDITOR = _command_schema(
     ["view", "create", "str_replace", "insert"],
     path=_text("Absolute path of the file or directory."),
-    view_range={"type": "array", "items": {"type": "integer"}, "description": "First and last line to view."},
-    file_text=_text("For create: the content of the file."),
-    old_str=_text("For str_replace: the text to replace."),
-    new_str=_text("For str_replace: the text in its place."),
-    insert_line=_integer("For insert: the line after which the text goes, 0 for the beginning."),
-    insert_text=_text("For insert: the text."),
+    **EDITING,
 )
 MEMORY = _command_schema(
     ["view", "create", "str_replace", "insert", "delete", "rename"],
     path=_text("Path under /memories."),
-    view_range={"type": "array", "items": {"type": "integer"}, "description": "First and last line to view."},
-    file_text=_text("For create: the content of the file."),
-    old_str=_text("For str_replace: the text to replace."),
-    new_str=_text("For str_replace: the text in its place."),
-    insert_line=_integer("For insert: the line after which the text goes, 0 for the beginning."),
-    insert_text=_text("For insert: the text."),
+    **EDITING,
     old_path=_text("For rename: the path now."),
     new_path=_text("For rename: the path then."),
 )
